@@ -1,0 +1,269 @@
+"""The configuration of a mixed-precision run: Hydra structured configs, checked once, carried everywhere.
+
+One tree. `load` composes it from the shipped YAML under `conf/` and Hydra overrides, `validate` refuses what
+cannot work. Miles gets it whole, as the `mixprec` key of its `--custom-config-path` file, so every process of a
+run (trainer ranks, rollout manager, router, encoders, sidecars) reads the same values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from miles_mixprec.errors import ConfigError
+
+CONF_DIR = Path(__file__).parent / "conf"
+VIEWS = ("bf16", "fp8", "nvfp4", "mxfp8", "mxfp4")
+WEIGHT_RULES = ("none", "tis", "mis", "is")
+EXECUTIONS = ("native", "dequantized")
+GATE_POLICIES = ("newest", "min", "bounded", "any")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+
+
+@dataclass
+class Pool:
+    """Engines that share one precision, one GPU type and one kernel family. Its key in `fleet.pools` names it."""
+
+    view: str = MISSING  # weight view that it serves: bf16 | fp8 | nvfp4 | mxfp8 | mxfp4
+    accelerator: str = "cpu"  # key of fleet.accelerators
+    accelerators_per_engine: int = 1  # tensor-parallel size
+    engines: int = 1
+    slots_per_engine: int = MISSING  # concurrent sessions an engine serves at the latency target
+    kv_cache_dtype: str = "auto"
+    execution: str = "native"  # "dequantized": encoded to the view's format, decoded to BF16 to run (CPU)
+    sglang: dict[str, Any] = field(default_factory=dict)  # further SGLang server arguments, keys as in ServerArgs
+    env: dict[str, str] = field(default_factory=dict)
+    urls: list[str] = field(default_factory=list)  # provider "static": engines that exist already
+    hourly_price: float | None = None  # $ per accelerator-hour; None: the accelerator's list price
+    min_engines: int = 0  # the run starts without the rest; late engines join
+    max_share: float = 1.0  # cap on the pool's share of new sessions
+
+    @property
+    def slots(self) -> int:
+        return self.engines * self.slots_per_engine
+
+
+@dataclass
+class Fleet:
+    name: str = MISSING
+    model: str = MISSING  # Hugging Face directory or hub name of the BF16 model
+    context_length: int = MISSING
+    provider: str = "local"  # static | local | ray | modal
+    pools: dict[str, Pool] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> int:
+        return sum(pool.slots for pool in self.pools.values())
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Views that some pool serves, in the order of the pools."""
+        return tuple(dict.fromkeys(pool.view for pool in self.pools.values()))
+
+
+@dataclass
+class Algo:
+    """One arm of the estimator; see `miles_mixprec.loss.estimator` for the mathematics."""
+
+    name: str = MISSING
+    score_centering: bool = False
+    weights: str = "none"  # none | tis | mis | is
+    bounds: list[float] = field(default_factory=lambda: [0.5, 5.0])  # band of p/q for mis; [low, cap] for tis
+    bounds_by_view: dict[str, list[float]] = field(default_factory=dict)
+    head: int = 0  # recorded top-k of the sampler (score centering without a support)
+    top_p: float = 1.0
+    top_k: int = -1
+    temperature: float = 1.0
+    std_normalization: bool = False  # divide group advantages by their standard deviation
+    token_mean: bool = True  # mean over the tokens of the batch, not per sample
+    kl_coef: float = 0.0  # reference KL with its own full-vocabulary score
+
+    @property
+    def support(self) -> bool:
+        """The sampler draws from a truncated support, which is recorded and replayed."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass
+class Router:
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    gate: str = "newest"  # newest | min | bounded | any
+    gate_lag: int = 0  # versions, for "bounded"
+    gate_wait_s: float = 30.0
+    turn_latency_target_s: float = 10.0  # p90
+    request_timeout_s: float = 3600.0
+    session_idle_s: float = 7200.0
+    heartbeat_s: float = 20.0
+    redis_url: str | None = None
+    client_token_env: str | None = None  # name of the variable that holds the token, never the token
+    admin_token_env: str | None = None
+    allowed_workers: list[str] = field(default_factory=lambda: ["127.0.0.1", "localhost", "::1"])
+
+
+@dataclass
+class Weights:
+    store: str = MISSING  # directory or fsspec URL
+    keep_versions: int = 4
+    encoders: int = 1  # encoder processes; tensors are sharded over them
+    delta: bool = False
+    poll_s: float = 0.5
+
+
+@dataclass
+class Rollout:
+    environment: str | None = None  # "pkg.mod.Class": multi-turn environment of the token-level generate hook
+    agent: str | None = None  # "pkg.mod.fn": agent for the session-server flow
+    max_turns: int = 8
+    max_tokens_per_turn: int = 64
+
+
+@dataclass
+class Guard:
+    enabled: bool = True
+    baseline_updates: int = 5
+    kl_growth: float = 3.0
+    tail_ratio: float = 3.0
+    format_error_share: float = 0.5
+    length_cap_share: float = 0.5
+    grad_norm_growth: float = 5.0
+    patience: int = 3
+    action: str = "warn"  # warn | quarantine | save | stop
+
+
+@dataclass
+class Config:
+    fleet: Fleet = field(default_factory=Fleet)
+    algo: Algo = field(default_factory=Algo)
+    router: Router = field(default_factory=Router)
+    weights: Weights = field(default_factory=Weights)
+    rollout: Rollout = field(default_factory=Rollout)
+    guard: Guard = field(default_factory=Guard)
+    run_dir: str = MISSING
+    run_id: str = MISSING
+    seed: int = 0
+    updates: int = MISSING
+    prompts_per_update: int = MISSING
+    samples_per_prompt: int = 8
+    learning_rate: float = 1e-6
+    miles_args: dict[str, Any] = field(default_factory=dict)  # further Miles flags, keys without "--"
+    chain: dict[str, str] = field(default_factory=dict)  # user hooks behind ours, e.g. megatron_init: pkg.mod.fn
+
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load(name: str, overrides: Sequence[str] = (), *, conf_dir: Path = CONF_DIR) -> Config:
+    """Compose `conf_dir/name.yaml` with Hydra `overrides` and return the validated tree.
+
+    Raises ConfigError, one line, for unknown keys, wrong types, values left out, and combinations that cannot work.
+    """
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir.resolve()), version_base="1.3"):
+            tree = compose(config_name=name, overrides=list(overrides))
+        return validate(OmegaConf.to_object(tree))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def from_mapping(values: Mapping[str, Any]) -> Config:
+    """The tree from plain data, as Miles hands it back under `args.mixprec`. Raises ConfigError."""
+    try:
+        return validate(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), dict(values))))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_line(error)) from error
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """Plain data, fit for YAML and for `from_mapping`."""
+    return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
+
+
+def validate(config: Any) -> Config:
+    """Return `config` if it can work, else raise ConfigError naming the key and the remedy."""
+    assert isinstance(config, Config)
+    _require_values(config, "")
+    _check_fleet(config.fleet)
+    _check_algo(config.algo, config.fleet)
+    if config.router.gate not in GATE_POLICIES:
+        raise ConfigError(f"router.gate={config.router.gate}: not a policy; use one of {', '.join(GATE_POLICIES)}")
+    for key in ("updates", "prompts_per_update", "samples_per_prompt"):
+        if getattr(config, key) < 1:
+            raise ConfigError(f"{key}={getattr(config, key)}: must be at least 1")
+    return config
+
+
+def _require_values(node: Any, path: str) -> None:
+    for item in fields(node):
+        value = getattr(node, item.name)
+        name = f"{path}{item.name}"
+        if value == MISSING:
+            raise ConfigError(f"{name} has no value; set {name}=...")
+        if hasattr(value, "__dataclass_fields__"):
+            _require_values(value, f"{name}.")
+        elif isinstance(value, dict):
+            for key, child in value.items():
+                if hasattr(child, "__dataclass_fields__"):
+                    _require_values(child, f"{name}.{key}.")
+
+
+def _check_fleet(fleet: Fleet) -> None:
+    if not fleet.pools:
+        raise ConfigError(f"fleet {fleet.name} has no pools; add at least one under fleet.pools")
+    for name, pool in fleet.pools.items():
+        where = f"fleet.pools.{name}"
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{where}: a pool's name is 1-40 of a-z 0-9 _ - and starts with a letter or digit")
+        if pool.view not in VIEWS:
+            raise ConfigError(f"{where}.view={pool.view}: unknown view; use one of {', '.join(VIEWS)}")
+        if pool.execution not in EXECUTIONS:
+            raise ConfigError(f"{where}.execution={pool.execution}: use native or dequantized")
+        if pool.engines < 1 or pool.slots_per_engine < 1:
+            raise ConfigError(
+                f"{where}: zero capacity (engines={pool.engines}, slots_per_engine={pool.slots_per_engine}); "
+                "set both to at least 1 or remove the pool"
+            )
+        if not 0 <= pool.min_engines <= pool.engines:
+            raise ConfigError(f"{where}.min_engines={pool.min_engines}: must lie in 0..engines={pool.engines}")
+        if not 0 < pool.max_share <= 1:
+            raise ConfigError(f"{where}.max_share={pool.max_share}: must lie in (0, 1]")
+        if fleet.provider == "static" and len(pool.urls) != pool.engines:
+            raise ConfigError(f"{where}: provider static needs one URL per engine, got {len(pool.urls)} for {pool.engines}")
+
+
+def _check_algo(algo: Algo, fleet: Fleet) -> None:
+    if algo.weights not in WEIGHT_RULES:
+        raise ConfigError(f"algo.weights={algo.weights}: use one of {', '.join(WEIGHT_RULES)}")
+    for where, bounds in [("algo.bounds", algo.bounds)] + [
+        (f"algo.bounds_by_view.{view}", b) for view, b in algo.bounds_by_view.items()
+    ]:
+        if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1] < math.inf:
+            raise ConfigError(f"{where}={bounds}: need [low, high] with 0 <= low < high")
+    for view in algo.bounds_by_view:
+        if view not in fleet.views:
+            raise ConfigError(f"algo.bounds_by_view.{view}: no pool of fleet {fleet.name} serves that view")
+    if not (math.isfinite(algo.temperature) and algo.temperature > 0):
+        raise ConfigError(f"algo.temperature={algo.temperature}: must be finite and above 0")
+    if not 0 < algo.top_p <= 1:
+        raise ConfigError(f"algo.top_p={algo.top_p}: must lie in (0, 1]")
+    if algo.top_p < 1 and not 1 < algo.top_k <= 4096:
+        raise ConfigError(
+            f"algo.top_p={algo.top_p} needs a finite algo.top_k in 2..4096 (got {algo.top_k}): "
+            "a flat distribution would record the whole vocabulary for one token"
+        )
+    if algo.score_centering and not algo.support and algo.head < 2:
+        raise ConfigError(f"algo.head={algo.head}: score centering without top-p needs a recorded head, e.g. algo.head=128")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
