@@ -27,6 +27,7 @@ VIEWS = ("bf16", "fp8", "nvfp4", "mxfp8", "mxfp4")
 WEIGHT_RULES = ("none", "tis", "mis", "is")
 EXECUTIONS = ("native", "dequantized")
 GATE_POLICIES = ("newest", "min", "bounded", "any")
+GUARD_ACTIONS = ("warn", "quarantine", "save", "stop")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 
@@ -130,15 +131,18 @@ class Rollout:
 
 @dataclass
 class Guard:
+    """Limits of `miles_mixprec.guard.collapse`, all against the run's own first updates."""
+
     enabled: bool = True
-    baseline_updates: int = 5
-    kl_growth: float = 3.0
-    tail_ratio: float = 3.0
-    format_error_share: float = 0.5
-    length_cap_share: float = 0.5
+    baseline_updates: int = 5  # first updates, that the later ones are compared to
+    kl_growth: float = 3.0  # times the start; also one pool's growth over the other pools'
+    tail_ratio: float = 3.0  # times the start, or 1 where the start is below
+    format_error_share: float = 0.5  # of the episodes that ended well at the start
+    length_cap_share: float = 0.5  # likewise, samples at maximum length
     grad_norm_growth: float = 5.0
-    patience: int = 3
-    action: str = "warn"  # warn | quarantine | save | stop
+    reward_fall: float = 0.5  # share of its peak that the reward lost
+    patience: int = 3  # updates in a row that a sign must be there
+    action: str = "warn"  # warn | quarantine | save | stop; each does what the ones before it do
 
 
 @dataclass
@@ -197,6 +201,11 @@ def validate(config: Any) -> Config:
     _check_algo(config.algo, config.fleet)
     if config.router.gate not in GATE_POLICIES:
         raise ConfigError(f"router.gate={config.router.gate}: not a policy; use one of {', '.join(GATE_POLICIES)}")
+    if config.guard.action not in GUARD_ACTIONS:
+        raise ConfigError(f"guard.action={config.guard.action}: use one of {', '.join(GUARD_ACTIONS)}")
+    for key in ("baseline_updates", "patience"):
+        if getattr(config.guard, key) < 1:
+            raise ConfigError(f"guard.{key}={getattr(config.guard, key)}: must be at least 1")
     for key in ("updates", "prompts_per_update", "samples_per_prompt"):
         if getattr(config, key) < 1:
             raise ConfigError(f"{key}={getattr(config, key)}: must be at least 1")

@@ -1,0 +1,164 @@
+"""Collapse detection against the run's own start.
+
+Runs on mixed precisions live with a sampler-trainer KL several times that of homogeneous ones and stay healthy, so no
+level of KL is an alarm: growth over the run's first updates is. Two ways of collapsing are known from published runs:
+
+* **three signs**: reward falls, KL grows threefold or more, most episodes end on repeated format errors. The tail
+  ratio runs away five to ten updates earlier, the gradient norm shortly before.
+* **length**: turns run to their maximum length, with few format errors.
+
+A sign stands once it has been there for `patience` updates in a row. One that stands alone is a warning, and so are the
+early ones; two of the three, or maximum length with a fallen reward or a grown KL, are a collapse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import fmean, median
+
+from miles_mixprec.config import Guard as Thresholds
+from miles_mixprec.guard.signals import Signals
+
+THREE_SIGNS = "three signs"
+LENGTH = "length"
+
+_MEANING = {
+    "kl": "sampler-trainer KL",
+    "tail_ratio": "tail ratio",
+    "grad_norm": "gradient norm",
+    "format_errors": "share of episodes that end on format errors",
+    "length": "share of samples at maximum length",
+    "reward": "fall of the reward from its peak, as a share",
+}
+
+
+class Level(IntEnum):
+    BASELINE = 0  # the first updates, that later ones are compared to
+    HEALTHY = 1
+    WARNING = 2
+    COLLAPSE = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    update: int
+    level: Level
+    mode: str | None = None  # how it collapsed
+    reasons: tuple[str, ...] = ()
+    pools_to_quarantine: tuple[str, ...] = ()  # pools whose own KL grew while the others' did not
+
+
+class Guard:
+    """Feed it every update in order. Equal logs give equal verdicts, so a restarted process replays the log."""
+
+    def __init__(self, thresholds: Thresholds) -> None:
+        self.thresholds = thresholds
+        self._start: list[Signals] = []
+        self._limits: dict[str, float] = {}
+        self._rewards: deque[float] = deque(maxlen=thresholds.patience)
+        self._peak = 0.0  # of the reward's moving mean over `patience` updates
+        self._streaks: Counter[str] = Counter()
+
+    def update(self, now: Signals) -> Verdict:
+        if now.reward.value is not None:
+            self._rewards.append(now.reward.value)
+            if len(self._rewards) == self.thresholds.patience:
+                self._peak = max(self._peak, fmean(self._rewards))
+        if len(self._start) < self.thresholds.baseline_updates:
+            self._start.append(now)
+            self._limits = limits(self._start, self.thresholds)
+            return Verdict(now.update, Level.BASELINE)
+
+        run = {name: (value, self._limits[name]) for name, value in self._readings(now).items() if name in self._limits}
+        pools = self._pool_growth(now)
+        standing = {sign for sign, (value, limit) in (run | pools).items() if self._stands(sign, value, limit)}
+        mode = _mode(standing)
+        return Verdict(
+            update=now.update,
+            level=Level.COLLAPSE if mode else Level.WARNING if standing else Level.HEALTHY,
+            mode=mode,
+            reasons=tuple(
+                f"{_MEANING.get(sign, f'KL growth of {sign}')}: {value:.3g}, limit {limit:.3g}"
+                for sign, (value, limit) in (run | pools).items()
+                if sign in standing
+            ),
+            pools_to_quarantine=tuple(sign.removeprefix("pool ") for sign in pools if sign in standing),
+        )
+
+    def _stands(self, sign: str, value: float | None, limit: float) -> bool:
+        """The sign was there `patience` times in a row. An update that does not tell neither counts nor breaks the row."""
+        if value is None:
+            return False
+        self._streaks[sign] = 0 if value <= limit else self._streaks[sign] + 1  # nan is above any limit
+        return self._streaks[sign] >= self.thresholds.patience
+
+    def _readings(self, now: Signals) -> dict[str, float | None]:
+        reward = now.reward.value
+        return {
+            "kl": now.kl.value,
+            "tail_ratio": now.tail_ratio.value,
+            "grad_norm": now.grad_norm,
+            "format_errors": now.format_errors.value,
+            "length": now.length_capped.value,
+            "reward": 1 - reward / self._peak if reward is not None and self._peak > 0 else None,
+        }
+
+    def _pool_growth(self, now: Signals) -> dict[str, tuple[float, float]]:
+        """Growth of each pool's KL over its own start, and its limit: the threshold times the other pools' growth.
+
+        A collapsing run raises every pool's KL; a faulty pool raises its own.
+        """
+        grown: dict[str, float] = {}
+        for name, pool in now.pools.items():
+            start = _typical(s.pools[name].kl.value for s in self._start if name in s.pools)
+            if start and pool.kl.value is not None:
+                grown[name] = pool.kl.value / start
+        others = {name: [g for other, g in grown.items() if other != name] for name in grown}
+        return {
+            f"pool {name}": (value, self.thresholds.kl_growth * max(1.0, median(others[name])))
+            for name, value in grown.items()
+            if others[name]
+        }
+
+
+def limits(start: Sequence[Signals], thresholds: Thresholds) -> dict[str, float]:
+    """The limit of each sign, from the run's first updates. A sign that they say nothing of has none."""
+    kl = _typical(s.kl.value for s in start)
+    grad_norm = _typical(s.grad_norm for s in start)
+    tail_ratio = _typical(s.tail_ratio.value for s in start)
+    format_errors = _typical(s.format_errors.value for s in start)
+    length = _typical(s.length_capped.value for s in start)
+    found = {"reward": thresholds.reward_fall}
+    if kl:
+        found["kl"] = thresholds.kl_growth * kl
+    if grad_norm:
+        found["grad_norm"] = thresholds.grad_norm_growth * grad_norm
+    if tail_ratio:
+        found["tail_ratio"] = thresholds.tail_ratio * max(1.0, tail_ratio)
+    # A share's limit: so many of the episodes that were fine at the start no longer are.
+    if format_errors is not None:
+        found["format_errors"] = format_errors + thresholds.format_error_share * (1 - format_errors)
+    if length is not None:
+        found["length"] = length + thresholds.length_cap_share * (1 - length)
+    return found
+
+
+def judge(thresholds: Thresholds, run: Iterable[Signals]) -> list[Verdict]:
+    """One verdict per update of a logged run."""
+    guard = Guard(thresholds)
+    return [guard.update(now) for now in run]
+
+
+def _typical(values: Iterable[float | None]) -> float | None:
+    finite = [v for v in values if v is not None and math.isfinite(v)]
+    return median(finite) if finite else None
+
+
+def _mode(standing: set[str]) -> str | None:
+    if "length" in standing and standing & {"reward", "kl"}:
+        return LENGTH
+    return THREE_SIGNS if len(standing & {"reward", "kl", "format_errors"}) >= 2 else None
