@@ -1,0 +1,107 @@
+"""What every source of engines offers, and the rule for when a run may start."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from miles_mixprec.config import Fleet
+from miles_mixprec.errors import EngineError
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One SGLang server of a pool."""
+
+    pool: str
+    index: int
+    url: str | None  # None until it has been placed
+
+    @property
+    def name(self) -> str:
+        return f"{self.pool}/{self.index}"
+
+
+@dataclass(frozen=True)
+class Health:
+    """`starting` may still become `ready` (weights are loading, capacity has not arrived); `failed` will not."""
+
+    state: Literal["starting", "ready", "failed"]
+    detail: str = ""
+
+
+class Provider(Protocol):
+    """Engines of one fleet. Launching never waits for readiness; `await_engines` does."""
+
+    fleet: Fleet
+
+    def launch(self, pool: str) -> Sequence[Engine]:
+        """Start the engines that the fleet states for `pool`."""
+
+    def list(self) -> Sequence[Engine]:
+        """Engines asked for and not stopped, whatever their health, ordered by pool and index."""
+
+    def resize(self, pool: str, engines: int) -> Sequence[Engine]:
+        """Start or stop engines (highest index first) until `pool` has that many; return them."""
+
+    def stop(self) -> None:
+        """Stop everything that this provider started. Repeatable."""
+
+    def address(self, name: str) -> str:
+        """Base URL of engine `<pool>/<index>`. Raises EngineError if unknown or not yet placed."""
+
+    def health(self, name: str) -> Health:
+        """State of engine `<pool>/<index>` now. Raises EngineError if unknown."""
+
+
+def await_engines(
+    provider: Provider,
+    *,
+    timeout_s: float = 600.0,
+    poll_s: float = 0.5,
+    on_ready: Callable[[Engine], None] = lambda engine: None,
+) -> Sequence[Engine]:
+    """Wait until every engine is ready, or until `timeout_s` and every pool has its `min_engines`; return the ready ones.
+
+    Capacity that has not arrived by then joins later. Raises EngineError at once when an engine fails, and at the
+    deadline when a pool is short of `min_engines` or nothing is ready at all.
+    """
+    deadline = time.monotonic() + timeout_s
+    ready: dict[str, Engine] = {}
+    while True:
+        engines = provider.list()
+        states = {engine.name: provider.health(engine.name) for engine in engines}
+        for engine in engines:
+            if states[engine.name].state == "failed":
+                raise EngineError(states[engine.name].detail)
+            if states[engine.name].state == "ready" and engine.name not in ready:
+                ready[engine.name] = engine
+                on_ready(engine)
+        if len(ready) == len(engines):
+            return list(ready.values())
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(poll_s)
+    for name, pool in provider.fleet.pools.items():
+        arrived = sum(engine.pool == name for engine in ready.values())
+        if arrived < pool.min_engines or not ready:
+            waiting = next(engine.name for engine in engines if engine.pool == name and engine.name not in ready)
+            detail = states[waiting].detail or "still starting"
+            raise EngineError(
+                f"pool {name}: {arrived} of {pool.min_engines or 1} engines needed were ready after {timeout_s:g} s "
+                f"({waiting}: {detail}); allow more time or lower fleet.pools.{name}.min_engines"
+            )
+    return list(ready.values())
+
+
+def responds(url: str, *, path: str = "/health", timeout_s: float = 2.0) -> bool:
+    """Whether a GET of `url + path` answers 200 in time."""
+    try:
+        with urllib.request.urlopen(url + path, timeout=timeout_s) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
