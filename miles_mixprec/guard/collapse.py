@@ -7,8 +7,8 @@ level of KL is an alarm: growth over the run's first updates is. Two ways of col
   ratio runs away five to ten updates earlier, the gradient norm shortly before.
 * **length**: turns run to their maximum length, with few format errors.
 
-A sign stands once it has been there for `patience` updates in a row. One that stands alone is a warning, and so are the
-early ones; two of the three, or maximum length with a fallen reward or a grown KL, are a collapse.
+A sign stands once it has been there for `patience` updates in a row. One that stands alone is a warning, and so are
+the early ones; two of the three, or maximum length with a fallen reward or a grown KL, are a collapse.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Guard:
             self._limits = limits(self._start, self.thresholds)
             return Verdict(now.update, Level.BASELINE)
 
-        run = {name: (value, self._limits[name]) for name, value in self._readings(now).items() if name in self._limits}
+        run = {
+            name: (value, self._limits[name]) for name, value in self._readings(now).items() if name in self._limits
+        }
         pools = self._pool_growth(now)
         standing = {sign for sign, (value, limit) in (run | pools).items() if self._stands(sign, value, limit)}
         mode = _mode(standing)
@@ -90,7 +92,7 @@ class Guard:
         )
 
     def _stands(self, sign: str, value: float | None, limit: float) -> bool:
-        """The sign was there `patience` times in a row. An update that does not tell neither counts nor breaks the row."""
+        """The sign was there `patience` times in a row. An update that does not tell is skipped."""
         if value is None:
             return False
         self._streaks[sign] = 0 if value <= limit else self._streaks[sign] + 1  # nan is above any limit

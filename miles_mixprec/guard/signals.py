@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from omegaconf import OmegaConf
 
+from miles_mixprec.config import Config, from_mapping
 from miles_mixprec.errors import MixprecError
 
 METRICS = "metrics.jsonl"
+CONFIG = "config.yaml"  # the run's resolved configuration
 
 
 class RunLogError(MixprecError):
@@ -221,6 +224,14 @@ def finished(lines: Iterable[Line]) -> list[Signals]:
     rollouts = by_kind.get(RolloutLine, {})
     trains = by_kind.get(TrainLine, {})
     return [signals_of(rollouts[n], trains[n]) for n in sorted(rollouts.keys() & trains.keys())]  # type: ignore[arg-type]
+
+
+def read_config(run_dir: str | os.PathLike[str]) -> Config:
+    """The configuration of the run in `run_dir`. Raises RunLogError when there is none, ConfigError for a bad one."""
+    path = Path(run_dir) / CONFIG
+    if not path.exists():
+        raise RunLogError(f"{path} is missing: name the folder of a run, as in run_dir=...")
+    return from_mapping(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
 
 
 def read_signals(run_dir: str | os.PathLike[str]) -> list[Signals]:

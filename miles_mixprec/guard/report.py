@@ -1,0 +1,326 @@
+"""A run's report: one HTML file that opens anywhere, offline.
+
+    python -m miles_mixprec.guard.report RUN_DIR [RUN_DIR ...]
+
+One folder gives `RUN_DIR/report.html`; several also give `comparison.html` beside the first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from miles_mixprec.config import Config
+from miles_mixprec.errors import MixprecError
+from miles_mixprec.guard import cost
+from miles_mixprec.guard.checks import checks, declared_share, of_pool, sampled_share
+from miles_mixprec.guard.collapse import Level, Verdict, judge
+from miles_mixprec.guard.plots import TEXT, Series, line_plot
+from miles_mixprec.guard.signals import (
+    EvalLine,
+    Mean,
+    MetricsLog,
+    PoolSignals,
+    RunLogError,
+    Signals,
+    finished,
+    read_config,
+    total,
+)
+
+REPORT = "report.html"
+COMPARISON = "comparison.html"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, read."""
+
+    config: Config
+    signals: list[Signals]
+    evals: list[EvalLine]
+    verdicts: list[Verdict]
+
+    @property
+    def label(self) -> str:
+        return f"{self.config.algo.name} on {self.config.fleet.name}"
+
+
+@dataclass(frozen=True)
+class Plot:
+    title: str
+    note: str
+    svg: str
+
+
+def load_run(run_dir: str | os.PathLike[str]) -> Run:
+    """Raises RunLogError when `run_dir` is not a run folder or no update of it has finished."""
+    config = read_config(run_dir)
+    lines = MetricsLog(run_dir).read()
+    signals = finished(lines)
+    if not signals:
+        raise RunLogError(f"{run_dir}: no finished update in the run log yet; report once update 0 has ended")
+    evals = [line for line in lines if isinstance(line, EvalLine)]
+    return Run(config, signals, evals, judge(config.guard, signals))
+
+
+def write_report(
+    run_dir: str | os.PathLike[str],
+    *,
+    list_price: cost.ListPrice = cost.list_price,
+    rates: Mapping[str, float] | None = None,
+) -> Path:
+    """Write `<run_dir>/report.html` and return its path.
+
+    `rates` are benchmarked tokens per hour and engine, by pool; with them the table states busy cost beside billed.
+    """
+    run = load_run(run_dir)
+    config, signals = run.config, run.signals
+    onsets = _onsets(run.verdicts)
+    page = render(
+        "report.html",
+        title=run.label,
+        subtitle=f"Run {config.run_id}, {len(signals)} of {config.updates} updates",
+        dequantized=[name for name, pool in config.fleet.pools.items() if pool.execution == "dequantized"],
+        facts=_facts(run),
+        checks=checks(config, signals, run.verdicts),
+        pools=config.fleet.pools,
+        pool_rows=_pool_rows(run, list_price, rates or {}),
+        cost_note=_COST_NOTE,
+        marks=[f"{label} from update {update}" for label, update in onsets.items()],
+        figures=run_plots(run, list_price, onsets),
+    )
+    return _write(Path(run_dir) / REPORT, page)
+
+
+def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
+    """Write one page of curves with a line per arm and fleet, and a band where several seeds share one."""
+    groups: dict[str, list[Run]] = {}
+    for run in map(load_run, run_dirs):
+        groups.setdefault(run.label, []).append(run)
+    facts = [(label, f"{len(runs)} run{'s' * (len(runs) > 1)}") for label, runs in groups.items()]
+    page = render(
+        "comparison.html",
+        title="Runs compared",
+        facts=facts,
+        figures=comparison_plots({label: [run.signals for run in runs] for label, runs in groups.items()}),
+    )
+    return _write(Path(path), page)
+
+
+# --- plots ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A signal of the whole run that is worth a plot."""
+
+    title: str
+    note: str
+    value: Callable[[Signals], float | None]
+    log: bool = False
+    percent: bool = False
+
+
+CURVES = (
+    Curve("Reward", "mean of the samples", lambda s: s.reward.value),
+    Curve("Sampler-trainer KL", "nats per token", lambda s: s.kl.value, log=True),
+    Curve("Tail ratio", "mass outside the head, sampler to trainer", lambda s: s.tail_ratio.value),
+    Curve("Masked", "share of tokens with a weight out of bounds", lambda s: s.masked.value, percent=True),
+    Curve("Staleness", "updates between sampling and training", lambda s: s.staleness.value),
+    Curve("Format errors", "share of episodes that end on them", lambda s: s.format_errors.value, percent=True),
+    Curve("Maximum length", "share of samples that reach it", lambda s: s.length_capped.value, percent=True),
+    Curve("Entropy", "nats per token", lambda s: s.entropy.value),
+    Curve("Gradient norm", "", lambda s: s.grad_norm, log=True),
+    Curve("Response length", "tokens per sample", lambda s: s.response_tokens.value),
+)
+
+BY_POOL: dict[str, Callable[[PoolSignals], float | None]] = {
+    "Sampler-trainer KL": lambda p: p.kl.value,
+    "Masked": lambda p: p.masked.value,
+    "Staleness": lambda p: p.staleness.value,
+    "Format errors": lambda p: p.format_errors.value,
+}
+
+
+def run_plots(run: Run, list_price: cost.ListPrice, marks: Mapping[str, int]) -> list[Plot]:
+    """Every plot of one run, the curves of `BY_POOL` with a line per pool."""
+    updates = [s.update for s in run.signals]
+    plots = []
+    for curve in CURVES:
+        values = [curve.value(s) for s in run.signals]
+        if all(v is None for v in values):
+            continue
+        series = [Series("all", updates, values, color=TEXT)]
+        if curve.title in BY_POOL and len(run.config.fleet.pools) > 1:
+            value = BY_POOL[curve.title]
+            series = [
+                Series(name, updates, [value(s.pools[name]) if name in s.pools else None for s in run.signals])
+                for name in run.config.fleet.pools
+            ]
+        if curve.title == "Reward" and run.evals:
+            at = [e.update for e in run.evals]
+            series += [
+                Series("held-out pass@1", at, [e.pass_1 for e in run.evals]),
+                Series("held-out pass@4", at, [e.pass_4 for e in run.evals]),
+            ]
+        plots.append(
+            Plot(curve.title, curve.note, line_plot(series, log=curve.log, percent=curve.percent, marks=marks))
+        )
+    dollars = [sum(cost.billed(run.config.fleet, s.seconds, list_price).values()) for s in run.signals]
+    seconds = [s.seconds for s in run.signals]
+    plots.append(Plot("Duration", "seconds per update", line_plot([Series("all", updates, seconds, color=TEXT)])))
+    if any(dollars):
+        svg = line_plot([Series("all", updates, dollars, color=TEXT)])
+        plots.append(Plot("Sampler cost", "$ per update, billed at the configured prices", svg))
+    return plots
+
+
+def comparison_plots(groups: Mapping[str, Sequence[Sequence[Signals]]]) -> list[Plot]:
+    """Every curve with one line per group: the mean over its runs, and their range as a band."""
+    plots = []
+    for curve in CURVES:
+        series = [s for label, runs in groups.items() if (s := group_series(label, runs, curve.value))]
+        if series:
+            plots.append(Plot(curve.title, curve.note, line_plot(series, log=curve.log, percent=curve.percent)))
+    return plots
+
+
+def group_series(
+    label: str, runs: Sequence[Sequence[Signals]], value: Callable[[Signals], float | None]
+) -> Series | None:
+    """Mean and range over `runs` at each update; None where no run has the signal."""
+    by_update: dict[int, list[float]] = {}
+    for run in runs:
+        for signals in run:
+            if (v := value(signals)) is not None:
+                by_update.setdefault(signals.update, []).append(v)
+    if not by_update:
+        return None
+    at = sorted(by_update)
+    low, high = ([f(by_update[n]) for n in at] for f in (min, max))
+    mean = [fmean(by_update[n]) for n in at]
+    return Series(label, at, mean, low, high) if len(runs) > 1 else Series(label, at, mean)
+
+
+# --- tables --------------------------------------------------------------------------------------------------------
+
+_COST_NOTE = (
+    "Billed is the whole pool as provisioned, idle or not, for the time of the run, at the pool's hourly price or the "
+    "accelerator's list price. Busy is the tokens served at the pool's benchmarked rate; it needs a benchmark."
+)
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    config, signals = run.config, run.signals
+    seconds = sum(s.seconds for s in signals)
+    started = datetime.fromtimestamp(signals[0].time - signals[0].seconds, timezone.utc)
+    return [
+        ("arm", config.algo.name),
+        ("fleet", config.fleet.name),
+        ("pools", ", ".join(config.fleet.pools)),
+        ("model", Path(config.fleet.model).name),
+        ("batch", f"{config.prompts_per_update} prompts x {config.samples_per_prompt}"),
+        ("samples", f"{sum(s.reward.den for s in signals):,.0f}"),
+        ("learning rate", f"{config.learning_rate:g}"),
+        ("seed", str(config.seed)),
+        ("started", f"{started:%Y-%m-%d %H:%M} UTC"),
+        ("duration", f"{seconds / 60:.1f} min, {seconds / len(signals):.1f} s per update"),
+    ]
+
+
+def _pool_rows(run: Run, list_price: cost.ListPrice, rates: Mapping[str, float]) -> list[tuple[str, list[str]]]:
+    """One row per property, one cell per pool."""
+    fleet, signals = run.config.fleet, run.signals
+    pools = fleet.pools
+    parts = {name: of_pool(signals, name) for name in pools}
+    declared = {name: declared_share(run.config, name) for name in pools}
+    sampled = {name: sampled_share(signals, name) for name in pools}
+    tokens = {name: float(sum(p.tokens for p in parts[name])) for name in pools}
+    billed = cost.billed(fleet, sum(s.seconds for s in signals), list_price)
+    busy = cost.busy(fleet, tokens, rates, list_price)
+
+    def row(head: str, cell: Callable[[str], str]) -> tuple[str, list[str]]:
+        return head, [cell(name) for name in pools]
+
+    def mean(head: str, form: str, part: Callable[[PoolSignals], Mean]) -> tuple[str, list[str]]:
+        return row(head, lambda name: _cell(total(part(p) for p in parts[name]).value, form))
+
+    return [
+        row("view", lambda name: pools[name].view),
+        row("KV cache", lambda name: pools[name].kv_cache_dtype),
+        row("accelerators", lambda n: f"{pools[n].engines * pools[n].accelerators_per_engine} {pools[n].accelerator}"),
+        row("engines x slots", lambda name: f"{pools[name].engines} x {pools[name].slots_per_engine}"),
+        row("declared share", lambda name: f"{declared[name]:.1%}"),
+        row("sampled share", lambda name: f"{sampled[name]:.1%}"),
+        row("share error, points", lambda name: f"{(sampled[name] - declared[name]) * 100:+.1f}"),
+        row("samples", lambda name: f"{sum(p.share.num for p in parts[name]):,.0f}"),
+        row("response tokens", lambda name: f"{tokens[name]:,.0f}"),
+        mean("reward", ".3f", lambda p: p.reward),
+        mean("sampler-trainer KL, nats per token", ".2e", lambda p: p.kl),
+        mean("masked tokens", ".2%", lambda p: p.masked),
+        mean("staleness, updates", ".2f", lambda p: p.staleness),
+        row("weight versions", lambda name: _span([v for p in parts[name] for v in p.versions])),
+        mean("format errors", ".1%", lambda p: p.format_errors),
+        mean("aborted episodes", ".1%", lambda p: p.aborted),
+        row("billed, $", lambda name: _cell(billed[name], ".4f")),
+        row("busy, $", lambda name: _cell(busy.get(name), ".4f")),
+    ]
+
+
+def _span(values: Sequence[int]) -> str:
+    return f"{min(values)} to {max(values)}" if values else "-"
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _onsets(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    """First update of a warning and of a collapse."""
+    first: dict[str, int] = {}
+    for verdict in verdicts:
+        if verdict.level >= Level.WARNING:
+            first.setdefault(verdict.level.name.lower(), verdict.update)
+    return first
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+_pages = Environment(loader=PackageLoader("miles_mixprec.guard", ""), autoescape=True, undefined=StrictUndefined)
+
+
+def render(template: str, **values: Any) -> str:
+    """The page from one of this folder's templates."""
+    return _pages.get_template(template).render(**values)
+
+
+def _write(path: Path, text: str) -> Path:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(text)
+    partial.replace(path)
+    return path
+
+
+def main(run_dirs: Sequence[str]) -> None:
+    if not run_dirs:
+        raise SystemExit("usage: python -m miles_mixprec.guard.report RUN_DIR [RUN_DIR ...]")
+    try:
+        for run_dir in run_dirs:
+            print(write_report(run_dir))
+        if len(run_dirs) > 1:
+            print(write_comparison(run_dirs, Path(run_dirs[0]).parent / COMPARISON))
+    except MixprecError as error:
+        raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""From verdicts to actions: drain a pool, ask for a save, ask for the end.
+
+The state is the run log alone. `check` replays it, so it can be called after every update, by any process, and again
+after a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from miles_mixprec.config import GUARD_ACTIONS
+from miles_mixprec.config import Guard as Thresholds
+from miles_mixprec.guard.collapse import Level, Verdict, judge
+from miles_mixprec.guard.signals import read_signals
+
+DECISION = "guard.json"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the run is to do after `update`; `<run_dir>/guard.json` holds the same."""
+
+    update: int
+    level: str  # baseline | healthy | warning | collapse
+    mode: str | None
+    reasons: tuple[str, ...]
+    quarantined: tuple[str, ...]  # every pool drained so far
+    save: bool  # a warning has begun: save while the weights are good
+    stop: bool  # the run has collapsed
+
+
+def check(run_dir: str | os.PathLike[str], thresholds: Thresholds, drain: Callable[[str], None]) -> Decision | None:
+    """Judge the run up to its newest finished update, drain faulty pools, write the decision and return it.
+
+    None while no update has finished. What `drain` raises passes before the decision is written, so the next call
+    tries again.
+    """
+    verdicts = judge(thresholds, read_signals(run_dir))
+    if not verdicts:
+        return None
+    path = Path(run_dir) / DECISION
+    drained = json.loads(path.read_bytes())["quarantined"] if path.exists() else []
+    decision = decide(verdicts, thresholds.action)
+    for pool in decision.quarantined:
+        if pool not in drained:
+            drain(pool)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(asdict(decision), indent=2) + "\n")
+    partial.replace(path)
+    return decision
+
+
+def decide(verdicts: list[Verdict], action: str) -> Decision:
+    """What `action`, one of config.GUARD_ACTIONS, allows to be done about a run's verdicts."""
+    last = verdicts[-1]
+    before = verdicts[-2].level if len(verdicts) > 1 else Level.BASELINE
+    rank = GUARD_ACTIONS.index(action)
+    faulty = dict.fromkeys(pool for verdict in verdicts for pool in verdict.pools_to_quarantine)
+    return Decision(
+        update=last.update,
+        level=last.level.name.lower(),
+        mode=last.mode,
+        reasons=last.reasons,
+        quarantined=tuple(faulty) if rank >= GUARD_ACTIONS.index("quarantine") else (),
+        save=rank >= GUARD_ACTIONS.index("save") and last.level >= Level.WARNING > before,
+        stop=rank >= GUARD_ACTIONS.index("stop") and last.level == Level.COLLAPSE,
+    )
