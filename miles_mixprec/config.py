@@ -26,6 +26,7 @@ CONF_DIR = Path(__file__).parent / "conf"
 VIEWS = ("bf16", "fp8", "nvfp4", "mxfp8", "mxfp4")
 WEIGHT_RULES = ("none", "tis", "mis", "is")
 EXECUTIONS = ("native", "dequantized")
+PROVIDERS = ("static", "local", "ray", "modal")
 GATE_POLICIES = ("newest", "min", "bounded", "any")
 GUARD_ACTIONS = ("warn", "quarantine", "save", "stop")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
@@ -48,10 +49,28 @@ class Pool:
     hourly_price: float | None = None  # $ per accelerator-hour; None: the accelerator's list price
     min_engines: int = 0  # the run starts without the rest; late engines join
     max_share: float = 1.0  # cap on the pool's share of new sessions
+    max_engines: int | None = None  # how far the pool may grow; None: not beyond `engines`
+    cpus: float | None = None  # cores that an engine's container or actor asks for
+    memory_gib: int | None = None  # main memory likewise; weight staging needs 1.5 times a checkpoint
 
     @property
     def slots(self) -> int:
         return self.engines * self.slots_per_engine
+
+
+@dataclass
+class Modal:
+    """Provider "modal": where engines run and how they reach the rest of the run."""
+
+    image: str = "lmsysorg/sglang:v0.5.23"  # container image with SGLang
+    packages: list[str] = field(default_factory=lambda: ["miles-mixprec"])  # pip requirements on top of it
+    router_url: str = ""  # as engines reach it
+    secrets: list[str] = field(default_factory=list)  # names of Modal secrets, e.g. the router's admin token
+    volumes: dict[str, str] = field(default_factory=dict)  # mount path -> Modal volume, the weight store among them
+    region: str | None = None
+    startup_timeout_s: int = 1800
+    ephemeral_disk_gib: int = 512
+    memory_limit_gib: int = 512
 
 
 @dataclass
@@ -61,6 +80,7 @@ class Fleet:
     context_length: int = MISSING
     provider: str = "local"  # static | local | ray | modal
     pools: dict[str, Pool] = field(default_factory=dict)
+    modal: Modal = field(default_factory=Modal)
 
     @property
     def slots(self) -> int:
@@ -104,7 +124,13 @@ class Router:
     gate_wait_s: float = 30.0
     turn_latency_target_s: float = 10.0  # p90
     request_timeout_s: float = 3600.0
-    session_idle_s: float = 7200.0
+    session_active_s: float = 300.0  # a session keeps its slot this long after its last turn
+    session_idle_s: float = 7200.0  # and its pin this long
+    max_sessions: int = 200_000
+    max_attempts: int = 3  # engines of its pool that a turn is sent to
+    max_body_mb: int = 256
+    poll_s: float = 5.0  # between two looks at an engine
+    journal: str | None = None  # file that lets pins outlive the router when there is no Redis
     heartbeat_s: float = 20.0
     redis_url: str | None = None
     client_token_env: str | None = None  # name of the variable that holds the token, never the token
@@ -180,6 +206,19 @@ def load(name: str, overrides: Sequence[str] = (), *, conf_dir: Path = CONF_DIR)
         raise ConfigError(_one_line(error)) from error
 
 
+def load_fleet(overrides: Sequence[str] = (), *, name: str = "config", conf_dir: Path = CONF_DIR) -> Fleet:
+    """The validated fleet alone, for commands that need no run: `load_fleet(["fleet=article_mixed"])`."""
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir.resolve()), version_base="1.3"):
+            fleet = OmegaConf.to_object(compose(config_name=name, overrides=list(overrides)).fleet)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from error
+    assert isinstance(fleet, Fleet)
+    _require_values(fleet, "fleet.")
+    _check_fleet(fleet)
+    return fleet
+
+
 def from_mapping(values: Mapping[str, Any]) -> Config:
     """The tree from plain data, as Miles hands it back under `args.mixprec`. Raises ConfigError."""
     try:
@@ -227,6 +266,10 @@ def _require_values(node: Any, path: str) -> None:
 
 
 def _check_fleet(fleet: Fleet) -> None:
+    from miles_mixprec.fleet.compatibility import require_compatible  # it describes pools, so it imports this module
+
+    if fleet.provider not in PROVIDERS:
+        raise ConfigError(f"fleet.provider={fleet.provider}: use one of {', '.join(PROVIDERS)}")
     if not fleet.pools:
         raise ConfigError(f"fleet {fleet.name} has no pools; add at least one under fleet.pools")
     for name, pool in fleet.pools.items():
@@ -244,10 +287,15 @@ def _check_fleet(fleet: Fleet) -> None:
             )
         if not 0 <= pool.min_engines <= pool.engines:
             raise ConfigError(f"{where}.min_engines={pool.min_engines}: must lie in 0..engines={pool.engines}")
+        if pool.max_engines is not None and pool.max_engines < pool.engines:
+            raise ConfigError(f"{where}.max_engines={pool.max_engines}: must be at least engines={pool.engines}")
+        if pool.accelerators_per_engine < 1:
+            raise ConfigError(f"{where}.accelerators_per_engine={pool.accelerators_per_engine}: must be at least 1")
         if not 0 < pool.max_share <= 1:
             raise ConfigError(f"{where}.max_share={pool.max_share}: must lie in (0, 1]")
         if fleet.provider == "static" and len(pool.urls) != pool.engines:
             raise ConfigError(f"{where}: provider static needs one URL per engine, got {len(pool.urls)} for {pool.engines}")
+    require_compatible(fleet)
 
 
 def _check_algo(algo: Algo, fleet: Fleet) -> None:
