@@ -143,7 +143,8 @@ class Weights:
     store: str = MISSING  # directory or fsspec URL
     keep_versions: int = 4
     encoders: int = 1  # encoder processes; tensors are sharded over them
-    delta: bool = False
+    delta: bool = False  # publish what changed instead of whole versions
+    anchor_every: int = 10  # with delta: every so many versions is whole
     poll_s: float = 0.5
 
 
@@ -294,7 +295,8 @@ def _check_fleet(fleet: Fleet) -> None:
         if not 0 < pool.max_share <= 1:
             raise ConfigError(f"{where}.max_share={pool.max_share}: must lie in (0, 1]")
         if fleet.provider == "static" and len(pool.urls) != pool.engines:
-            raise ConfigError(f"{where}: provider static needs one URL per engine, got {len(pool.urls)} for {pool.engines}")
+            counts = f"{len(pool.urls)} for {pool.engines}"
+            raise ConfigError(f"{where}: provider static needs one URL per engine, got {counts}")
     require_compatible(fleet)
 
 
@@ -319,7 +321,9 @@ def _check_algo(algo: Algo, fleet: Fleet) -> None:
             "a flat distribution would record the whole vocabulary for one token"
         )
     if algo.score_centering and not algo.support and algo.head < 2:
-        raise ConfigError(f"algo.head={algo.head}: score centering without top-p needs a recorded head, e.g. algo.head=128")
+        raise ConfigError(
+            f"algo.head={algo.head}: score centering without top-p needs a recorded head, e.g. algo.head=128"
+        )
 
 
 def _one_line(error: Exception) -> str:

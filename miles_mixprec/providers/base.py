@@ -65,7 +65,7 @@ def await_engines(
     poll_s: float = 0.5,
     on_ready: Callable[[Engine], None] = lambda engine: None,
 ) -> Sequence[Engine]:
-    """Wait until every engine is ready, or until `timeout_s` and every pool has its `min_engines`; return the ready ones.
+    """Wait for every engine, at most `timeout_s`, then only for the `min_engines` of each pool; return the ready ones.
 
     Capacity that has not arrived by then joins later. Raises EngineError at once when an engine fails, and at the
     deadline when a pool is short of `min_engines` or nothing is ready at all.

@@ -98,10 +98,9 @@ class LocalProvider:
         port = free_port(self.host)
         engine = Engine(pool_name, index, f"http://{self.host}:{port}")
         if pool.accelerator != "cpu":
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(
-                map(str, self._assign_devices(engine.name, pool.accelerators_per_engine))
-            )
-        command = [self.python, "-m", "sglang.launch_server"] + sglang_arguments(
+            devices = self._assign_devices(engine.name, pool.accelerators_per_engine)
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        arguments = sglang_arguments(
             self.fleet,
             pool,
             model_path=self.models.get(pool.view, self.fleet.model),
@@ -109,6 +108,7 @@ class LocalProvider:
             host=self.host,
             known=known_arguments(self.python, env) if pool.sglang else None,
         )
+        command = [self.python, "-m", "sglang.launch_server", *arguments]
         log = self.logs / f"engine-{pool_name}-{index}.log"
         self._running[engine.name] = (engine, EngineProcess(command, env=env, log=log, grace_s=self.grace_s))
         return engine
