@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 # --- loss ----------------------------------------------------------------------------------------------------------
@@ -45,3 +49,56 @@ def trainer_version() -> int:
 def set_trainer_version(version: int) -> None:
     global _TRAINER_VERSION
     _TRAINER_VERSION = version
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def weight_part() -> tuple[bool, int, int]:
+    """(whether this rank writes gathered weights, its pipeline stage, number of stages)."""
+    from miles.backends.training_utils.parallel import get_parallel_state
+
+    state = get_parallel_state()
+    writes = state.intra_dp_cp.rank == 0 and state.tp.rank == 0
+    return writes, state.pp.rank, state.pp.size
+
+
+@torch.no_grad()
+def gather_hf(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    model_name: str,
+    sink: Callable[[list[tuple[str, torch.Tensor]]], None],
+) -> None:
+    """Feed the model to `sink` in buckets of unquantised Hugging Face tensors, with Miles' own gather and name mapping.
+
+    Collective: every rank calls it; `sink` is called on the ranks that `weight_part` says write. Tensors are gathered
+    over tensor and expert parallelism, buckets bounded by `--update-weight-buffer-size`.
+    """
+    from miles.backends.megatron_utils.update_weight.update_weight_from_distributed.mixin import (
+        DistBucketedWeightUpdateMixin,
+    )
+
+    gather = DistBucketedWeightUpdateMixin()
+    gather.args, gather.model, gather.model_name, gather.quantization_config = args, model, model_name, None
+    gather._is_source = weight_part()[0]
+    gather._gather_and_update_non_expert_weights(lambda named, _: sink(named))
+    weight_barrier()
+    gather._gather_and_update_expert_weights(lambda named, _: sink(named))
+    weight_barrier()
+
+
+def weight_barrier() -> None:
+    from miles.utils.distributed_utils import get_gloo_group
+
+    dist.barrier(group=get_gloo_group())
+
+
+def start_version(args: Namespace) -> int:
+    """Updates that the model holds when the trainer starts: 0, or one more than the rollout a checkpoint was saved after."""
+    if args.start_rollout_id is not None:
+        return int(args.start_rollout_id)
+    saved = args.ckpt_step
+    if saved is None:
+        saved = (Path(args.load) / "latest_checkpointed_iteration.txt").read_text()
+    return int(saved) + 1
