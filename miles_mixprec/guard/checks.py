@@ -10,7 +10,7 @@ from miles_mixprec.guard.collapse import Level, Verdict
 from miles_mixprec.guard.signals import PoolSignals, Signals, total
 
 SHARE_ERROR = 0.05  # of all samples; a pool's own relative error is larger where its share is small
-TAIL_RATIO_ERROR = 1e-3
+MASS_ERROR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ def checks(config: Config, run: Sequence[Signals], verdicts: Sequence[Verdict]) 
         _shares(config, run),
         _attribution(config, run),
         _kl_order(config, run),
-        _tail_ratio(config, run),
+        _support(config, run),
         _versions(config, run),
         _reward(run),
+        _contracts(run),
         _collapse(verdicts),
     ]
 
@@ -84,15 +85,16 @@ def _kl_order(config: Config, run: Sequence[Signals]) -> Check:
     return Check(name, min(known.values()) > bf16, f"BF16 {bf16:.2e}, {figures}")
 
 
-def _tail_ratio(config: Config, run: Sequence[Signals]) -> Check:
-    name = f"tail ratio 1 ± {TAIL_RATIO_ERROR:g} on the recorded support"
-    ratios = [v for s in run if (v := s.tail_ratio.value) is not None]
-    if not config.algo.support or not ratios:
-        return Check(
-            name, None, f"arm {config.algo.name} records no support" if not config.algo.support else "not logged"
-        )
+def _support(config: Config, run: Sequence[Signals]) -> Check:
+    """Support, log-probs and renormalisation agree: both sides' probabilities on the support add up to the same."""
+    name = f"tail ratio on the recorded support: 1 ± {MASS_ERROR:g}"
+    if not config.algo.support:
+        return Check(name, None, f"arm {config.algo.name} records no support")
+    ratios = [v for s in run if (v := s.mass_ratio.value) is not None]
+    if not ratios:
+        return Check(name, None, "not logged")
     worst = max(ratios, key=lambda v: abs(v - 1))
-    return Check(name, abs(worst - 1) <= TAIL_RATIO_ERROR, f"furthest from 1 in any update: {worst:.6f}")
+    return Check(name, abs(worst - 1) <= MASS_ERROR, f"furthest from 1 in any update: {worst:.6f}")
 
 
 def _versions(config: Config, run: Sequence[Signals]) -> Check:
@@ -114,6 +116,12 @@ def _reward(run: Sequence[Signals]) -> Check:
         return Check(name, None, "needs four updates")
     first, last = (total(s.reward for s in part).value or 0.0 for part in (run[:quarter], run[-quarter:]))
     return Check(name, last > first, f"{first:.3f} to {last:.3f}")
+
+
+def _contracts(run: Sequence[Signals]) -> Check:
+    rejected = total(s.rejected for s in run)
+    text = f"{rejected.num:.0f} of {rejected.den:.0f} samples rejected" if rejected.den else "not logged"
+    return Check("every sample keeps its contracts", rejected.num == 0 if rejected.den else None, text)
 
 
 def _collapse(verdicts: Sequence[Verdict]) -> Check:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from miles_mixprec.config import Config, Fleet
-from miles_mixprec.guard.cost import ListPrice, billed, list_price
+from miles_mixprec.guard.cost import billed
 from miles_mixprec.guard.signals import Mean, MetricsLog, Signals, finished, read_config
 
 ROWS = 20
@@ -24,7 +24,6 @@ def follow(
     run_dir: str | os.PathLike[str],
     stop: Event,
     *,
-    list_price: ListPrice = list_price,
     console: Console | None = None,
     poll_s: float = 0.5,
 ) -> None:
@@ -38,26 +37,24 @@ def follow(
     if console.is_terminal:
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             for run in runs:
-                live.update(table(run, config, list_price), refresh=True)
+                live.update(table(run, config), refresh=True)
     else:
         shown: set[int] = set()
         for run in runs:
             for signals in run:
                 if signals.update not in shown:
-                    console.print(
-                        line(signals, config.fleet, list_price), soft_wrap=True, highlight=False, markup=False
-                    )
+                    console.print(line(signals, config.fleet), soft_wrap=True, highlight=False, markup=False)
                     shown.add(signals.update)
 
 
-def line(signals: Signals, fleet: Fleet, list_price: ListPrice) -> str:
+def line(signals: Signals, fleet: Fleet) -> str:
     """One update as one line: `update 3  reward 0.41  KL 1.2e-03  bf16 17% KL 4e-04  ...`."""
-    fields = [f"update {signals.update}", *(f"{name} {text}" for name, text in _run_cells(signals, fleet, list_price))]
+    fields = [f"update {signals.update}", *(f"{name} {text}" for name, text in _run_cells(signals, fleet))]
     pools = [f"{name} {_pool_cell(signals, name)}" for name in fleet.pools]
     return "  ".join([*fields, *pools])
 
 
-def table(run: Sequence[Signals], config: Config, list_price: ListPrice) -> Table:
+def table(run: Sequence[Signals], config: Config) -> Table:
     """The newest `ROWS` updates."""
     fleet = config.fleet
     view = Table(
@@ -65,26 +62,26 @@ def table(run: Sequence[Signals], config: Config, list_price: ListPrice) -> Tabl
         caption="per pool: share of the samples, sampler-trainer KL",
     )
     view.add_column("update", justify="right")
-    for name, _ in _run_cells(Signals(update=0), fleet, list_price):
+    for name, _ in _run_cells(Signals(update=0), fleet):
         view.add_column(name, justify="right")
     for name, pool in fleet.pools.items():
         mark = f"\n({pool.view}, dequantized)" if pool.execution == "dequantized" else f"\n({pool.view})"
         view.add_column(name + mark, justify="right")
     for signals in run[-ROWS:]:
-        cells = [text for _, text in _run_cells(signals, fleet, list_price)]
+        cells = [text for _, text in _run_cells(signals, fleet)]
         view.add_row(str(signals.update), *cells, *(_pool_cell(signals, name) for name in fleet.pools))
     return view
 
 
-def _run_cells(signals: Signals, fleet: Fleet, list_price: ListPrice) -> Iterable[tuple[str, str]]:
+def _run_cells(signals: Signals, fleet: Fleet) -> Iterable[tuple[str, str]]:
     yield "reward", _text(signals.reward, "{:.3f}")
     yield "KL", _text(signals.kl, "{:.1e}")
-    yield "tail ratio", _text(signals.tail_ratio, "{:.4f}")
+    yield "tail ratio", _text(signals.tail_ratio if signals.tail_ratio.den else signals.mass_ratio, "{:.4f}")
     yield "masked", _text(signals.masked, "{:.2%}")
     yield "staleness", _text(signals.staleness, "{:.1f}")
     yield "format errors", _text(signals.format_errors, "{:.0%}")
     yield "s", f"{signals.seconds:.1f}"
-    yield "$", f"{sum(billed(fleet, signals.seconds, list_price).values()):.4f}"
+    yield "$", f"{sum(billed(fleet, signals.seconds).values()):.4f}"
 
 
 def _pool_cell(signals: Signals, name: str) -> str:

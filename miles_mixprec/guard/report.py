@@ -75,7 +75,6 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
 def write_report(
     run_dir: str | os.PathLike[str],
     *,
-    list_price: cost.ListPrice = cost.list_price,
     rates: Mapping[str, float] | None = None,
 ) -> Path:
     """Write `<run_dir>/report.html` and return its path.
@@ -93,10 +92,10 @@ def write_report(
         facts=_facts(run),
         checks=checks(config, signals, run.verdicts),
         pools=config.fleet.pools,
-        pool_rows=_pool_rows(run, list_price, rates or {}),
+        pool_rows=_pool_rows(run, rates or {}),
         cost_note=_COST_NOTE,
         marks=[f"{label} from update {update}" for label, update in onsets.items()],
-        figures=run_plots(run, list_price, onsets),
+        figures=run_plots(run, onsets),
     )
     return _write(Path(run_dir) / REPORT, page)
 
@@ -133,7 +132,8 @@ class Curve:
 CURVES = (
     Curve("Reward", "mean of the samples", lambda s: s.reward.value),
     Curve("Sampler-trainer KL", "nats per token", lambda s: s.kl.value, log=True),
-    Curve("Tail ratio", "mass outside the head, sampler to trainer", lambda s: s.tail_ratio.value),
+    Curve("Tail ratio", "mass off the recorded head, sampler to trainer", lambda s: s.tail_ratio.value, log=True),
+    Curve("Mass ratio", "mass on the recorded head or support, sampler to trainer", lambda s: s.mass_ratio.value),
     Curve("Masked", "share of tokens with a weight out of bounds", lambda s: s.masked.value, percent=True),
     Curve("Staleness", "updates between sampling and training", lambda s: s.staleness.value),
     Curve("Format errors", "share of episodes that end on them", lambda s: s.format_errors.value, percent=True),
@@ -151,7 +151,7 @@ BY_POOL: dict[str, Callable[[PoolSignals], float | None]] = {
 }
 
 
-def run_plots(run: Run, list_price: cost.ListPrice, marks: Mapping[str, int]) -> list[Plot]:
+def run_plots(run: Run, marks: Mapping[str, int]) -> list[Plot]:
     """Every plot of one run, the curves of `BY_POOL` with a line per pool."""
     updates = [s.update for s in run.signals]
     plots = []
@@ -175,7 +175,14 @@ def run_plots(run: Run, list_price: cost.ListPrice, marks: Mapping[str, int]) ->
         plots.append(
             Plot(curve.title, curve.note, line_plot(series, log=curve.log, percent=curve.percent, marks=marks))
         )
-    dollars = [sum(cost.billed(run.config.fleet, s.seconds, list_price).values()) for s in run.signals]
+    if lags := sorted({group for s in run.signals for group in s.kl_by if group.startswith("lag/")}):
+        series = [
+            Series(lag[4:], updates, [s.kl_by[lag].value if lag in s.kl_by else None for s in run.signals])
+            for lag in lags
+        ]
+        svg = line_plot(series, log=True, marks=marks)
+        plots.insert(2, Plot("KL by staleness", "nats per token, by updates between sampling and training", svg))
+    dollars = [sum(cost.billed(run.config.fleet, s.seconds).values()) for s in run.signals]
     seconds = [s.seconds for s in run.signals]
     plots.append(Plot("Duration", "seconds per update", line_plot([Series("all", updates, seconds, color=TEXT)])))
     if any(dollars):
@@ -237,7 +244,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _pool_rows(run: Run, list_price: cost.ListPrice, rates: Mapping[str, float]) -> list[tuple[str, list[str]]]:
+def _pool_rows(run: Run, rates: Mapping[str, float]) -> list[tuple[str, list[str]]]:
     """One row per property, one cell per pool."""
     fleet, signals = run.config.fleet, run.signals
     pools = fleet.pools
@@ -245,8 +252,8 @@ def _pool_rows(run: Run, list_price: cost.ListPrice, rates: Mapping[str, float])
     declared = {name: declared_share(run.config, name) for name in pools}
     sampled = {name: sampled_share(signals, name) for name in pools}
     tokens = {name: float(sum(p.tokens for p in parts[name])) for name in pools}
-    billed = cost.billed(fleet, sum(s.seconds for s in signals), list_price)
-    busy = cost.busy(fleet, tokens, rates, list_price)
+    billed = cost.billed(fleet, sum(s.seconds for s in signals))
+    busy = cost.busy(fleet, tokens, rates)
 
     def row(head: str, cell: Callable[[str], str]) -> tuple[str, list[str]]:
         return head, [cell(name) for name in pools]

@@ -60,7 +60,7 @@ class TrainLine(msgspec.Struct, kw_only=True, tag_field="kind", tag="train"):
     time: float
     seconds: float  # wall-clock from the end of the previous update to the end of this one
     grad_norm: float | None
-    metrics: dict[str, float | None]  # mixprec/<all | pool/NAME | view/NAME>/<metric>_<num | den>
+    metrics: dict[str, float | None]  # mixprec/<group>/<metric>_<num | den>, as in `miles_mixprec.loss.metrics`
 
 
 class EvalLine(msgspec.Struct, kw_only=True, tag_field="kind", tag="eval"):
@@ -164,15 +164,17 @@ class Signals:
     response_tokens: Mean = field(default_factory=Mean)
     staleness: Mean = field(default_factory=Mean)
     kl: Mean = field(default_factory=Mean)
-    tail_ratio: Mean = field(default_factory=Mean)  # sampler's missing mass / trainer's; 1 when they agree
+    tail_ratio: Mean = field(default_factory=Mean)  # sampler's mass off the recorded head / trainer's
+    mass_ratio: Mean = field(default_factory=Mean)  # sampler's mass on the recorded head or support / trainer's
     ratio_tail: Mean = field(default_factory=Mean)  # share of tokens with a far-off importance ratio
     masked: Mean = field(default_factory=Mean)
     entropy: Mean = field(default_factory=Mean)
+    rejected: Mean = field(default_factory=Mean)  # share of samples that failed a contract
     grad_norm: float | None = None  # inf when it was not finite
     seconds: float = 0.0
     time: float = 0.0
     pools: dict[str, PoolSignals] = field(default_factory=dict)
-    views: dict[str, Mean] = field(default_factory=dict)  # KL
+    kl_by: dict[str, Mean] = field(default_factory=dict)  # by view/<name>, lag/<range of staleness>
 
 
 def signals_of(rollout: RolloutLine, train: TrainLine) -> Signals:
@@ -197,7 +199,6 @@ def signals_of(rollout: RolloutLine, train: TrainLine) -> Signals:
         )
 
     pools = {name: pool(name, part) for name, part in rollout.per_pool.items()}
-    views = {key.split("/")[2] for key in train.metrics if key.startswith("mixprec/view/")}
     return Signals(
         update=train.update,
         reward=share(rollout.reward * rollout.samples),
@@ -206,13 +207,22 @@ def signals_of(rollout: RolloutLine, train: TrainLine) -> Signals:
         response_tokens=share(rollout.response_tokens * rollout.samples),
         staleness=total(part.staleness for part in pools.values()),
         **{
-            name: _mean(train.metrics, "all", name) for name in ("kl", "tail_ratio", "ratio_tail", "masked", "entropy")
+            name: _mean(train.metrics, "all", name)
+            for name in ("kl", "tail_ratio", "ratio_tail", "masked", "entropy", "rejected")
         },
+        mass_ratio=Mean(
+            _sum(train.metrics, "mixprec/all/sampler_mass_num"), _sum(train.metrics, "mixprec/all/trainer_mass_num")
+        ),
         grad_norm=math.inf if train.grad_norm is None else train.grad_norm,
         seconds=train.seconds,
         time=train.time,
         pools=pools,
-        views={view: _mean(train.metrics, f"view/{view}", "kl") for view in sorted(views)},
+        kl_by={
+            group: _mean(train.metrics, group, "kl")
+            for key in train.metrics
+            if (group := key.removeprefix("mixprec/").removesuffix("/kl_num")).startswith(("view/", "lag/"))
+            and key.endswith("/kl_num")
+        },
     )
 
 
@@ -240,5 +250,9 @@ def read_signals(run_dir: str | os.PathLike[str]) -> list[Signals]:
 
 
 def _mean(metrics: Mapping[str, float | None], group: str, name: str) -> Mean:
-    num, den = (metrics.get(f"mixprec/{group}/{name}_{part}", 0.0) for part in ("num", "den"))
-    return Mean(math.inf if num is None else num, math.inf if den is None else den)
+    return Mean(*(_sum(metrics, f"mixprec/{group}/{name}_{part}") for part in ("num", "den")))
+
+
+def _sum(metrics: Mapping[str, float | None], key: str) -> float:
+    value = metrics.get(key, 0.0)
+    return math.inf if value is None else value

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from miles_mixprec.config import GUARD_ACTIONS
+from miles_mixprec.config import GUARD_ACTIONS, Router
 from miles_mixprec.config import Guard as Thresholds
 from miles_mixprec.guard.collapse import Level, Verdict, judge
 from miles_mixprec.guard.signals import read_signals
@@ -69,3 +70,18 @@ def decide(verdicts: list[Verdict], action: str) -> Decision:
         save=rank >= GUARD_ACTIONS.index("save") and last.level >= Level.WARNING > before,
         stop=rank >= GUARD_ACTIONS.index("stop") and last.level == Level.COLLAPSE,
     )
+
+
+def drain_through(url: str, router: Router) -> Callable[[str], None]:
+    """The `drain` of `check`, by the router at `url`: live sessions go on, new ones go to other pools.
+
+    Raises urllib.error.URLError when the router does not answer or refuses.
+    """
+    token = os.environ.get(router.admin_token_env or router.client_token_env or "")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def drain(pool: str) -> None:
+        request = urllib.request.Request(f"{url}/pools/{pool}/drain", data=b"", headers=headers, method="POST")
+        urllib.request.urlopen(request, timeout=30).close()
+
+    return drain

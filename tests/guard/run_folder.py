@@ -23,7 +23,7 @@ def write_run(
     fleet: str = "cpu_quickstart",
     seed: int = 0,
     shares: dict[str, float] | None = None,
-    tail_ratio: float = 1.0,
+    mass_ratio: float = 1.0,
     reward: Callable[[int], float] = lambda n: 0.3 + 0.02 * n,
     kl_growth: Callable[[int], float] = lambda n: 1.0 + 0.02 * n,
 ) -> Config:
@@ -84,9 +84,15 @@ def write_run(
                 for group in (f"pool/{name}", f"view/{config.fleet.pools[name].view}", "all"):
                     for key, amount in ((f"{metric}_num", value), (f"{metric}_den", float(part.tokens))):
                         metrics[f"mixprec/{group}/{key}"] = (metrics.get(f"mixprec/{group}/{key}") or 0.0) + amount
-        ratio = tail_ratio + noise.uniform(-1e-4, 1e-4)
-        metrics |= {"mixprec/all/tail_ratio_num": ratio * 4000, "mixprec/all/tail_ratio_den": 4000.0}
+        ratio = mass_ratio + noise.uniform(-1e-4, 1e-4)
+        metrics |= {"mixprec/all/sampler_mass_num": ratio * 4000, "mixprec/all/trainer_mass_num": 4000.0}
         metrics |= {"mixprec/all/entropy_num": (1.1 - 0.02 * n) * 4000, "mixprec/all/entropy_den": 4000.0}
+        metrics |= {"mixprec/all/rejected_num": 0.0, "mixprec/all/rejected_den": float(SAMPLES)}
+        if not config.algo.support:
+            metrics |= {"mixprec/all/tail_ratio_num": noise.uniform(38, 44), "mixprec/all/tail_ratio_den": 40.0}
+        for lag, level in (("0-1", 1.0), ("2-3", 2.5)):
+            kl = 4e-3 * level * kl_growth(n) * noise.uniform(0.8, 1.2)
+            metrics |= {f"mixprec/lag/{lag}/kl_num": kl * 2000, f"mixprec/lag/{lag}/kl_den": 2000.0}
         log.append(
             TrainLine(
                 update=n,

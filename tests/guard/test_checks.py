@@ -12,7 +12,7 @@ from miles_mixprec.guard.checks import checks
 from miles_mixprec.guard.report import load_run
 from miles_mixprec.guard.signals import MetricsLog
 
-SHARE, ATTRIBUTION, KL, TAIL, VERSIONS, REWARD, COLLAPSE = range(7)
+SHARE, ATTRIBUTION, KL, SUPPORT, VERSIONS, REWARD, CONTRACTS, COLLAPSE = range(8)
 
 
 def outcome(run_dir: Path, index: int) -> tuple[bool | None, str]:
@@ -33,7 +33,7 @@ def rewrite(run_dir: Path, kind: str, change: Callable[[dict[str, Any]], None]) 
 def test_a_good_run_passes_every_check(tmp_path: Path) -> None:
     write_run(tmp_path)
     run = load_run(tmp_path)
-    assert [c.passed for c in checks(run.config, run.signals, run.verdicts)] == [True] * 7
+    assert [c.passed for c in checks(run.config, run.signals, run.verdicts)] == [True] * 8
 
 
 @pytest.mark.parametrize(("off", "passed"), [(0.04, True), (0.07, False)])
@@ -70,9 +70,9 @@ def test_kl_of_quantised_pools(tmp_path: Path) -> None:
     ("algo", "ratio", "passed"),
     [("sc_mis_top_p", 1.0, True), ("sc_mis_top_p", 1.01, False), ("sc_mis_top_p", 0.99, False), ("sc", 1.2, None)],
 )
-def test_tail_ratio(tmp_path: Path, algo: str, ratio: float, passed: bool | None) -> None:
-    write_run(tmp_path, algo=algo, tail_ratio=ratio)
-    assert outcome(tmp_path, TAIL)[0] is passed
+def test_masses_on_the_support(tmp_path: Path, algo: str, ratio: float, passed: bool | None) -> None:
+    write_run(tmp_path, algo=algo, mass_ratio=ratio)
+    assert outcome(tmp_path, SUPPORT)[0] is passed
 
 
 def test_a_pool_that_keeps_its_weights(tmp_path: Path) -> None:
@@ -84,6 +84,12 @@ def test_a_pool_that_keeps_its_weights(tmp_path: Path) -> None:
 def test_reward(tmp_path: Path) -> None:
     write_run(tmp_path, reward=lambda n: 0.5 - 0.02 * n)
     assert outcome(tmp_path, REWARD)[0] is False
+
+
+def test_rejected_samples(tmp_path: Path) -> None:
+    write_run(tmp_path, updates=2)
+    rewrite(tmp_path, "train", lambda line: line["metrics"].update({"mixprec/all/rejected_num": 1.0}))
+    assert outcome(tmp_path, CONTRACTS) == (False, "2 of 192 samples rejected")
 
 
 def test_collapse(tmp_path: Path) -> None:

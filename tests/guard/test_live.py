@@ -14,10 +14,6 @@ from miles_mixprec.guard.report import load_run
 from miles_mixprec.guard.signals import MetricsLog, RunLogError
 
 
-def price(accelerator: str) -> float:
-    return 36.0
-
-
 def stopped() -> threading.Event:
     event = threading.Event()
     event.set()
@@ -26,7 +22,7 @@ def stopped() -> threading.Event:
 
 def shown(run_dir: Path, *, terminal: bool) -> str:
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200, height=60)
-    follow(run_dir, stopped(), list_price=price, console=console)
+    follow(run_dir, stopped(), console=console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -37,9 +33,9 @@ def test_one_plain_line_per_update(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in lines] == ["update 0", "update 1", "update 2"]
     train = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     seconds = next(line["seconds"] for line in train if line["kind"] == "train")
-    dollars = seconds / 3600 * (2 * 36 + 0.09)
-    assert f"$ {dollars:.4f}" in lines[0], "two pools at the list price, one at its own"
-    assert "fp8 33% " in lines[0] and "tail ratio 1.0" in lines[0]
+    dollars = seconds / 3600 * 0.09
+    assert f"$ {dollars:.4f}" in lines[0]
+    assert "fp8 33% " in lines[0] and "tail ratio " in lines[0]
     assert "\x1b" not in lines[0]
 
 
@@ -54,7 +50,7 @@ def test_the_table_names_what_runs_dequantized(tmp_path: Path) -> None:
 
 def test_the_table_keeps_the_newest_updates(tmp_path: Path) -> None:
     config = write_run(tmp_path, updates=ROWS + 10)
-    view = table(load_run(tmp_path).signals, config, price)
+    view = table(load_run(tmp_path).signals, config)
     assert view.row_count == ROWS
     assert next(iter(view.columns[0].cells)) == "10"
 
@@ -68,9 +64,7 @@ def test_follows_a_run_that_goes_on(tmp_path: Path, terminal: bool) -> None:
     (growing / "config.yaml").write_bytes((tmp_path / "whole" / "config.yaml").read_bytes())
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200, height=60)
     stop = threading.Event()
-    follower = threading.Thread(
-        target=follow, args=(growing, stop), kwargs={"list_price": price, "console": console, "poll_s": 0.01}
-    )
+    follower = threading.Thread(target=follow, args=(growing, stop), kwargs={"console": console, "poll_s": 0.01})
     follower.start()
     with (growing / "metrics.jsonl").open("ab", buffering=0) as file:
         for line in lines:
@@ -86,4 +80,4 @@ def test_follows_a_run_that_goes_on(tmp_path: Path, terminal: bool) -> None:
 
 def test_a_folder_that_holds_no_run(tmp_path: Path) -> None:
     with pytest.raises(RunLogError, match=r"config\.yaml is missing"):
-        follow(tmp_path, stopped(), list_price=price)
+        follow(tmp_path, stopped())

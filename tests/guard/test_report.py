@@ -15,10 +15,6 @@ from miles_mixprec.guard.report import group_series, write_comparison, write_rep
 from miles_mixprec.guard.signals import RunLogError
 
 
-def price(accelerator: str) -> float:
-    return 0.09
-
-
 class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -42,14 +38,14 @@ class Page(HTMLParser):
 
 def test_a_report_is_one_file_that_loads_nothing(tmp_path: Path) -> None:
     write_run(tmp_path)
-    page = Page(write_report(tmp_path, list_price=price).read_text())
+    page = Page(write_report(tmp_path).read_text())
     assert page.loads == []
-    assert page.figures == 12
+    assert page.figures == 13
 
 
 def test_a_report_states_the_run_and_marks_dequantized_pools(tmp_path: Path) -> None:
     write_run(tmp_path, seed=7)
-    text = write_report(tmp_path, list_price=price, rates={"fp8": 1e6}).read_text()
+    text = write_report(tmp_path, rates={"fp8": 1e6}).read_text()
     page = Page(text)
     for fact in (
         "sc_mis_top_p on cpu_quickstart",
@@ -63,7 +59,7 @@ def test_a_report_states_the_run_and_marks_dequantized_pools(tmp_path: Path) -> 
         assert fact in page, fact
     assert len(re.findall(r'class="name">(?:fp8|nvfp4) <span class="tag note">dequantized', text)) == 2
     assert "dequantized" not in text.split('class="name">bf16', 1)[1].split("</th>", 1)[0]
-    assert text.count('class="tag good"') == 7
+    assert text.count('class="tag good"') == 8
 
 
 def test_plots_take_the_colour_of_the_page() -> None:
@@ -79,7 +75,7 @@ def test_a_run_without_a_finished_update(tmp_path: Path) -> None:
     write_run(tmp_path, updates=1)
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(RunLogError, match="no finished update"):
-        write_report(tmp_path, list_price=price)
+        write_report(tmp_path)
 
 
 def test_seeds_of_one_arm_share_a_band() -> None:
@@ -98,7 +94,7 @@ def test_a_comparison_has_a_line_per_arm_and_fleet(tmp_path: Path) -> None:
         write_run(tmp_path / name, algo=algo, seed=seed, updates=4)
     page = Page(write_comparison([tmp_path / name for name in runs], tmp_path / "all.html").read_text())
     assert "grpo on cpu_quickstart 2 runs" in page and "sc_mis_top_p on cpu_quickstart 1 run" in page
-    assert page.loads == [] and page.figures == 10
+    assert page.loads == [] and page.figures == 11
 
 
 def test_the_module_is_a_command(tmp_path: Path) -> None:

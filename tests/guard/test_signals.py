@@ -49,6 +49,8 @@ def test_signals_of_an_update(tmp_path: Path) -> None:
             3,
             all__kl_num=2.0,
             all__kl_den=400.0,
+            all__sampler_mass_num=300.0,
+            all__trainer_mass_num=400.0,
             pool__fp8__kl_num=1.9,
             pool__fp8__kl_den=300.0,
             pool__bf16__kl_num=0.0,
@@ -72,7 +74,8 @@ def test_signals_of_an_update(tmp_path: Path) -> None:
     assert fp8.versions == (3, 5)
     assert fp8.kl.value == pytest.approx(1.9 / 300)
     assert bf16.kl.value is None, "no token of this pool carried a gradient"
-    assert list(signals.views) == ["fp8"]
+    assert {group: kl.value for group, kl in signals.kl_by.items()} == {"view/fp8": pytest.approx(1.9 / 300)}
+    assert signals.mass_ratio.value == 0.75
 
 
 def test_means_of_parts_add_up_to_the_mean_of_the_whole() -> None:
