@@ -1,0 +1,29 @@
+"""`python -m miles_mixprec.router --config run.yaml`: run the router of a resolved configuration."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+import uvloop
+from omegaconf import OmegaConf
+
+from miles_mixprec.config import from_mapping
+from miles_mixprec.router.server import serve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m miles_mixprec.router", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the whole configuration tree, as YAML")
+    parser.add_argument("--ready-file", type=Path, help="gets the bound address as JSON")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    arguments = parser.parse_args()
+    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    tree = OmegaConf.to_container(OmegaConf.load(arguments.config))
+    assert isinstance(tree, dict)
+    uvloop.run(serve(from_mapping(tree.get("mixprec", tree)), ready_file=arguments.ready_file))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Registration, views, sessions and administration: everything that is not a turn.
+
+Both of Miles' dialects register engines: `/add_worker`, `/remove_worker`, `/list_workers` (its own router) and
+`/workers` (sglang_router). The house's own registration is `POST /workers` with a pool; docs/router.md lists all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from miles_mixprec.config import VIEWS, Router
+from miles_mixprec.router import gate
+from miles_mixprec.router.failures import NotFound, Refused
+from miles_mixprec.router.security import engine_url
+from miles_mixprec.router.sessions import MemoryPins
+from miles_mixprec.router.state import STATES, Engine, LiveFleet, Pool
+from miles_mixprec.router.upstream import Upstream
+from miles_mixprec.router.watch import Watch
+
+MAX_BODY = 64 * 1024
+MAX_ENGINES = 4096
+MAX_VERSION = 2**53
+VERIFY_S = 2.0
+_POOL = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+
+
+class Admin:
+    """Handlers beside the data path."""
+
+    def __init__(self, router: Router, fleet: LiveFleet, pins: MemoryPins, watch: Watch, upstream: Upstream) -> None:
+        self.router = router
+        self.fleet = fleet
+        self.pins = pins
+        self.watch = watch
+        self.upstream = upstream
+
+    # -- engines ------------------------------------------------------------------------------------------------
+
+    async def post_worker(self, request: web.Request) -> web.Response:
+        engine = await self._register(await _json_body(request))
+        return web.json_response({"status": "success", "id": engine.id, "worker_id": engine.id, **describe(engine)})
+
+    async def add_worker(self, request: web.Request) -> web.Response:
+        await self._register({"url": await _url_argument(request)})
+        return web.json_response(
+            {"status": "success", "worker_urls": {e.url: len(e.in_flight) for e in self.fleet.engines()}}
+        )
+
+    async def _register(self, body: dict[str, Any]) -> Engine:
+        url = engine_url(body.get("url"), self.router.allowed_workers)
+        pool_name, view = _optional(body, "pool", str), _optional(body, "view", str)
+        name, state = _optional(body, "engine", str), _optional(body, "state", str)
+        slots, version = _optional(body, "slots", int), gate.parse(body.get("weight_version"))
+        if pool_name is not None and not _POOL.fullmatch(pool_name):
+            raise Refused(f"pool {pool_name!r}: 1-40 of a-z 0-9 _ -, starting with a letter or digit")
+        if view is not None and view not in VIEWS:
+            raise Refused(f"view {view!r}: use one of {', '.join(VIEWS)}")
+        if state is not None and state not in STATES:
+            raise Refused(f"state {state!r}: use one of {', '.join(STATES)}")
+        if slots is not None and not 1 <= slots <= 65536:
+            raise Refused(f"slots {slots}: must lie in 1..65536")
+        if version is not None and not 0 <= version < MAX_VERSION:
+            raise Refused(f"weight_version {version}: must lie in 0..2^53")
+        if url not in self.fleet.urls and sum(1 for _ in self.fleet.engines()) >= MAX_ENGINES:
+            raise Refused(f"{MAX_ENGINES} engines are registered; remove some first")
+        pool = self.fleet.pool_for(url, pool_name, view, slots)
+        if name is not None and not re.fullmatch(re.escape(pool.name) + r"/[0-9]{1,6}", name):
+            raise Refused(f"engine {name!r}: engines of pool {pool.name} are named {pool.name}/0, {pool.name}/1, ...")
+        engine = self.fleet.register(url, pool=pool, name=name, slots=slots, state=state, version=version)
+        if version is not None:
+            await self._verify(engine)
+        return engine
+
+    async def _verify(self, engine: Engine) -> None:
+        """Hold a claimed version against the engine's own answer before the gate believes it."""
+        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):  # its next probe asks again
+            await asyncio.wait_for(self.watch.read_version(engine), VERIFY_S)
+
+    async def remove_worker(self, request: web.Request) -> web.Response:
+        url = engine_url(await _url_argument(request), ["*"])
+        engine = self.fleet.urls.get(url)
+        if engine is None:
+            raise NotFound(f"no engine at {url}; see GET /list_workers")
+        self.fleet.remove(engine)
+        return web.json_response({"status": "success"})
+
+    async def delete_worker(self, request: web.Request) -> web.Response:
+        wanted = request.match_info["id"]
+        for engine in self.fleet.engines():
+            if wanted in (engine.id, engine.name, engine.url):
+                self.fleet.remove(engine)
+                return web.json_response({"status": "success", "id": engine.id})
+        raise NotFound(f"no engine with id {wanted!r}; see GET /workers")
+
+    async def get_workers(self, request: web.Request) -> web.Response:
+        workers = [{"id": engine.id, **describe(engine)} for engine in self.fleet.engines()]
+        return web.json_response({"workers": workers, "total": len(workers)})
+
+    async def list_workers(self, request: web.Request) -> web.Response:
+        return web.json_response({"urls": [engine.url for engine in self.fleet.engines()]})
+
+    # -- views and pools ----------------------------------------------------------------------------------------
+
+    async def put_view(self, request: web.Request) -> web.Response:
+        view = request.match_info["view"]
+        if view not in VIEWS:
+            raise Refused(f"view {view!r}: use one of {', '.join(VIEWS)}")
+        body = await _json_body(request)
+        version, run = gate.parse(body.get("version")), _optional(body, "run", str)
+        if version is None or not 0 <= version < MAX_VERSION:
+            raise Refused(f"view {view}: version must be an integer in 0..2^53, got {body.get('version')!r}")
+        self.fleet.announce(view, version, run)
+        return web.json_response({"view": view, "version": version, "run": run})
+
+    async def drain_pool(self, request: web.Request) -> web.Response:
+        """`POST /pools/{pool}/drain` or `/undrain`: live sessions go on, new ones go elsewhere (or come back)."""
+        pool = self._pool(request)
+        pool.draining = request.path.endswith("/drain")
+        self.fleet.changed(pool)
+        return web.json_response({"pool": pool.name, "draining": pool.draining})
+
+    def _pool(self, request: web.Request) -> Pool:
+        pool = self.fleet.pools.get(request.match_info["pool"])
+        if pool is None:
+            raise NotFound(f"no pool {request.match_info['pool']!r}; the fleet has {', '.join(self.fleet.pools)}")
+        return pool
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+
+    async def get_session(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        pin = await self.pins.find(key)
+        if pin is None:
+            raise NotFound(f"no session {key!r}: it never had a turn, has ended, or was idle for too long")
+        turns = [{"engine": engine, "weight_version": version} for engine, version in await self.pins.turns(pin)]
+        return web.json_response(
+            {"key": key, "pool": pin.pool, "engine": pin.engine, "view": pin.view, "turns": turns}
+        )
+
+    async def delete_session(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        pin = await self.pins.release(key)
+        if pin is None:
+            raise NotFound(f"no session {key!r}")
+        return web.json_response({"status": "success", "key": key})
+
+    # -- all engines at once ------------------------------------------------------------------------------------
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        return await self._fan_out(request, await request.read())
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        return await self._fan_out(request, b"")
+
+    async def _fan_out(self, request: web.Request, body: bytes) -> web.Response:
+        """Send the request to every engine; 200 with each one's status if all took it, else 502."""
+
+        async def tell(engine: Engine) -> int:
+            timeout = aiohttp.ClientTimeout(total=10.0)
+            headers = {"Content-Type": request.content_type}
+            try:
+                async with self.upstream.session.request(
+                    request.method, engine.address(request.path), data=body, headers=headers, timeout=timeout
+                ) as reply:
+                    await reply.read()
+                    return reply.status
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+                return 0
+
+        engines = [engine for engine in self.fleet.engines() if engine.breaker != "open"]
+        statuses = await asyncio.gather(*(tell(engine) for engine in engines))
+        done = all(status == 200 for status in statuses)
+        answer = {"success": done, "engines": dict(zip((e.name for e in engines), statuses, strict=True))}
+        return web.json_response(answer, status=200 if done else 502)
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """An engine in the words of registration, with what is known of it."""
+    return {
+        "url": engine.url,
+        "pool": engine.pool.name,
+        "view": engine.pool.view,
+        "engine": engine.name,
+        "slots": engine.slots,
+        "state": engine.state,
+        "weight_version": engine.version,
+        "is_healthy": engine.breaker == "closed",
+        "worker_type": "regular",
+    }
+
+
+async def _json_body(request: web.Request) -> dict[str, Any]:
+    if (request.content_length or 0) > MAX_BODY:
+        raise Refused(f"body of {request.content_length} bytes; at most {MAX_BODY} here")
+    try:
+        body = json.loads(await request.read())
+    except ValueError as error:
+        raise Refused(f"body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refused("body must be a JSON object")
+    return body
+
+
+def _optional(body: dict[str, Any], key: str, kind: type) -> Any:
+    value = body.get(key)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise Refused(f"{key} must be {'an integer' if kind is int else 'a string'}, got {value!r:.80}")
+    return value
+
+
+async def _url_argument(request: web.Request) -> Any:
+    """The URL of Miles' own dialect, from the query or the body."""
+    url = request.query.get("url") or request.query.get("worker_url")
+    if url is None and request.can_read_body:
+        body = await _json_body(request)
+        url = body.get("url") or body.get("worker_url")
+    return url

@@ -1,0 +1,422 @@
+"""One turn through the router: pin, place, send, pass the reply back.
+
+Bodies are never parsed on this path. A request is kept until its reply starts, so a turn whose engine dies, hangs or
+drops it is sent again, to another engine of the same pool. Once reply bytes have gone to the client nothing is sent
+again: a reply that then breaks off is broken off towards the client too, never completed by guesswork.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import sys
+import uuid
+from dataclasses import dataclass, field
+
+import aiohttp
+from aiohttp import web
+
+from miles_mixprec.config import Router
+from miles_mixprec.errors import EngineError
+from miles_mixprec.router import gate
+from miles_mixprec.router.failures import Deadline, EngineFailed, Full, NoPool, PoolLost, Refused, VersionGate
+from miles_mixprec.router.security import Access, session_key, to_client, to_engine
+from miles_mixprec.router.sessions import MemoryPins, Pin
+from miles_mixprec.router.state import Engine, LiveFleet
+from miles_mixprec.router.upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_PATHS = frozenset({"/generate", "/v1/chat/completions", "/v1/completions"})
+RETRYABLE = frozenset({502, 503, 504})
+SMALL_REPLY = 256 * 1024  # bytes; read whole, so that a torn one can be asked for again
+RETRY_PAUSE_S = 0.1  # before the same engine is tried again, doubling
+IDLE_MEANS_LOST_S = 10.0  # an engine without work for this long has dropped the turns it still owes
+TICK_S = 0.25
+
+
+class TurnLost(EngineError):
+    """An attempt ended without a whole reply; another engine of the pool may be asked."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """A request on its way. `engine` is where it is now; `commit` the reply once anything of it has been sent."""
+
+    request: web.BaseRequest
+    body: bytes
+    pin: Pin | None
+    floor: int
+    started: float
+    task: asyncio.Task[object] | None
+    engine: Engine | None = None
+    attempts: int = 0
+    sent_at: float = 0.0
+    progress: float = 0.0  # loop time at which it was sent or a byte of its reply came
+    answered: bool = False  # reply headers have come
+    commit: web.StreamResponse | None = None
+    beating: asyncio.Task[None] | None = None
+    last_beat: float = 0.0
+    interrupt: Exception | None = None
+    wants_heartbeat: bool | None = None
+    broken: bool = False
+
+
+@dataclass
+class Hops:
+    """What came in and what went out, per hop; the differences are what is in flight or was lost."""
+
+    received: int = 0
+    answered: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    disconnected: int = 0
+    broken: int = 0  # replies broken off after they had started
+    retried: int = 0
+    heartbeats: int = 0
+
+
+class Proxy:
+    """The data path of one router."""
+
+    def __init__(self, router: Router, fleet: LiveFleet, pins: MemoryPins, access: Access, upstream: Upstream) -> None:
+        self.router = router
+        self.fleet = fleet
+        self.pins = pins
+        self.access = access
+        self.upstream = upstream
+        self.hops = Hops()
+        self.turns: set[Turn] = set()
+        self.retries_left = self.retry_cap = max(100.0, sum(p.slots for p in fleet.pools.values()))
+        self._anonymous = (f"-{uuid.uuid4().hex[:12]}-{i}" for i in itertools.count())
+        self._now = fleet.clock
+
+    # -- entry points -------------------------------------------------------------------------------------------
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """A turn of a session (`X-SMG-Routing-Key`), or of a session of its own when it names none."""
+        return await self._serve(request, session=True)
+
+    async def inform(self, request: web.Request) -> web.StreamResponse:
+        """A question that any engine can answer; the session's own engine when it names one."""
+        return await self._serve(request, session=False)
+
+    async def _serve(self, request: web.Request, *, session: bool) -> web.StreamResponse:
+        hops = self.hops
+        hops.received += 1
+        try:
+            self.access.check(request)
+            key = session_key(request)
+            body = await request.read()
+            pin = await self._pin(key or next(self._anonymous)) if session or key else None
+            asked = gate.parse(request.headers.get("X-Mixprec-Min-Version")) or 0
+            turn = Turn(request, body, pin, asked, self._now(), asyncio.current_task())
+            self.turns.add(turn)
+            if pin is not None:
+                self.pins.enter(pin, turn.started)
+            try:
+                response = await self._attempts(turn)
+            finally:
+                self.turns.discard(turn)
+                if pin is not None:
+                    self.pins.leave(pin, self._now())
+                    if key is None:
+                        await self.pins.release(pin.key)
+            if turn.broken:
+                hops.broken += 1
+            else:
+                hops.answered += 1
+            return response
+        except Refused as refusal:
+            hops.refused[refusal.kind] = hops.refused.get(refusal.kind, 0) + 1
+            return refusal.response()
+        except web.HTTPException as error:  # aiohttp's own: a body beyond its limit
+            hops.refused["http"] = hops.refused.get("http", 0) + 1
+            raise error
+        except asyncio.CancelledError:
+            hops.disconnected += 1
+            raise
+
+    # -- placing ------------------------------------------------------------------------------------------------
+
+    async def _pin(self, key: str) -> Pin:
+        pin = self.pins.pins.get(key) or await self.pins.find(key)
+        if pin is None:
+            pin = await self.pins.claim(key, self.fleet.candidates(key), self._now())
+        if pin is None:
+            raise Full("every slot of the fleet holds a live session; retry later, or end sessions that are over")
+        return pin
+
+    def _floor(self, turn: Turn, view: str) -> int:
+        return gate.floor(self.router.gate, self.router.gate_lag, self.fleet.newest(view), turn.floor)
+
+    async def _place(self, turn: Turn, tried: set[str]) -> Engine:
+        """The engine for the turn's next attempt: the pinned one, else another of its pool, waiting as configured.
+
+        While the pinned engine applies an update or lags behind, the turn waits for it, up to half of `gate_wait_s`,
+        because its KV cache holds the session. Raises PoolLost, VersionGate.
+        """
+        pin = turn.pin
+        if pin is None:
+            return self._any_engine(turn, tried)
+        pool = self.fleet.pools.get(pin.pool)
+        if pool is not None and not tried:
+            engine = pool.engines.get(pin.engine)
+            if engine is not None and engine.state == "serving" and engine.accepts(self._floor(turn, pool.view)):
+                return engine
+        began = self._now()
+        while True:
+            pool = self.fleet.pools.get(pin.pool)
+            if pool is None or pool.breaker == "open":
+                self.pins.give_up(pin)
+                raise PoolLost(
+                    f"pool {pin.pool} has no usable engine; session {pin.key} is lost, for it never moves to another "
+                    "pool; start a new session",
+                    pool=pin.pool,
+                )
+            waited = self._now() - began
+            floor = self._floor(turn, pool.view)
+            ready = [engine for engine in pool.engines.values() if engine.accepts(floor)]
+            home = pool.engines.get(pin.engine)
+            if home in ready and home.name not in tried and home.state != "draining":
+                return home
+            fresh = [e for e in ready if e.name not in tried and (e.state == "serving" or e is home)]
+            stays = home is not None and home.usable and home.name not in tried and home.state != "draining"
+            if fresh and not (stays and waited < self.router.gate_wait_s / 2):
+                engine = self._another(pin, fresh)
+                if engine is not home:
+                    await self.pins.move(pin, engine)
+                return engine
+            if ready and tried and not stays:  # nothing but engines that failed this turn: give them a moment
+                await pool.change(RETRY_PAUSE_S * 2**turn.attempts)
+                tried.clear()
+                continue
+            if waited >= self.router.gate_wait_s:
+                versions = {engine.name: engine.version for engine in pool.engines.values()}
+                raise VersionGate(
+                    f"pool {pool.name}: no engine at weight version {floor} within {self.router.gate_wait_s:g} s; "
+                    "retry, or look at the engines' sidecars",
+                    pool=pool.name,
+                    view=pool.view,
+                    required=floor,
+                    engines=versions,
+                )
+            patience = self.router.gate_wait_s / (2 if waited < self.router.gate_wait_s / 2 else 1)
+            await pool.change(max(patience - waited, 0.01))
+
+    def _another(self, pin: Pin, fresh: list[Engine]) -> Engine:
+        """In rendezvous order, the first with a free slot; a live session is never refused for lack of one."""
+        able = {engine.name: engine for engine in fresh}
+        for engine, limit in self.fleet.engines_for(pin.key, fresh[0].pool):
+            if engine.name in able and self.pins.active[engine.name] < limit:
+                return engine
+        return min(fresh, key=lambda engine: self.pins.active[engine.name] / engine.slots)
+
+    def _any_engine(self, turn: Turn, tried: set[str]) -> Engine:
+        able = [e for e in self.fleet.engines() if e.breaker == "closed" and e.name not in tried]
+        if not able:
+            raise NoPool("no engine answers; see GET /fleet")
+        return min(able, key=lambda engine: (engine.state == "updating", len(engine.in_flight)))
+
+    # -- sending ------------------------------------------------------------------------------------------------
+
+    async def _attempts(self, turn: Turn) -> web.StreamResponse:
+        tried: set[str] = set()
+        self.retries_left = min(self.retry_cap, self.retries_left + 0.1)
+        while True:
+            engine = await self._place(turn, tried)
+            turn.attempts += 1
+            try:
+                return await self._exchange(turn, engine)
+            except TurnLost as lost:
+                log.warning("%s: attempt %d of a turn failed: %s", engine.name, turn.attempts, lost)
+                if turn.commit is not None:
+                    return self._break_off(turn)
+                if not self._may_retry(turn):
+                    raise EngineFailed(f"{engine.name}: {lost}; given up after {turn.attempts} attempts") from None
+                self.retries_left -= 1
+                self.hops.retried += 1
+                tried.add(engine.name)
+            except Deadline:
+                if turn.commit is not None:
+                    return self._break_off(turn)
+                raise
+
+    def _may_retry(self, turn: Turn) -> bool:
+        return turn.attempts < self.router.max_attempts and self.retries_left >= 1
+
+    async def _exchange(self, turn: Turn, engine: Engine) -> web.StreamResponse:
+        """Send the turn to `engine` and pass its reply back. Raises TurnLost, Deadline."""
+        request = turn.request
+        version = engine.version
+        turn.engine, turn.answered = engine, False
+        turn.sent_at = turn.progress = turn.last_beat = self._now()
+        engine.sent += 1
+        engine.in_flight.add(turn)
+        whole = False
+        try:
+            upstream = await self.upstream.session.request(
+                request.method,
+                engine.address(request.raw_path),
+                headers=to_engine(request.headers, authorization=not self.access.strips_authorization),
+                data=turn.body or None,
+                allow_redirects=False,
+            )
+            async with upstream:
+                turn.answered = True
+                turn.progress = engine.progress = self._now()
+                if turn.beating is not None:
+                    await turn.beating
+                if upstream.status in RETRYABLE and turn.commit is None and self._may_retry(turn):
+                    raise TurnLost(f"status {upstream.status}")
+                response = await self._reply(turn, engine, version, upstream)
+            whole = True
+            return response
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            self._engine_failed(engine)
+            raise TurnLost(f"{type(error).__name__}: {error}") from None
+        except TurnLost:
+            self._engine_failed(engine)
+            raise
+        except asyncio.CancelledError:
+            if turn.interrupt is None:
+                raise
+            reason, turn.interrupt = turn.interrupt, None
+            if sys.version_info >= (3, 11) and turn.task is not None:
+                turn.task.uncancel()
+            raise reason from None
+        finally:
+            engine.in_flight.discard(turn)
+            if engine.breaker == "half-open":
+                engine.pool.wake()
+            if whole:
+                engine.returned += 1
+            else:
+                engine.failed += 1
+
+    async def _reply(
+        self, turn: Turn, engine: Engine, version: int, upstream: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        if turn.commit is not None and upstream.status != 200:
+            raise TurnLost(f"status {upstream.status} after heartbeats had begun")
+        headers = to_client(upstream.headers)
+        if turn.pin is not None:
+            headers.update(attribution(engine, version))
+        size = upstream.content_length
+        if turn.commit is None and size is not None and size <= SMALL_REPLY:
+            body = await upstream.read()
+            self._completed(turn, engine, version, upstream.status)
+            return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=body)
+        response = turn.commit
+        if response is None:
+            response = turn.commit = web.StreamResponse(
+                status=upstream.status, reason=upstream.reason, headers=headers
+            )
+            await response.prepare(turn.request)
+        async for chunk in upstream.content.iter_any():
+            turn.progress = engine.progress = self._now()
+            try:
+                await response.write(chunk)
+            except ConnectionError:  # the client is gone; not the engine's doing
+                raise asyncio.CancelledError from None
+        self._completed(turn, engine, version, upstream.status)
+        await response.write_eof()
+        return response
+
+    def _completed(self, turn: Turn, engine: Engine, version: int, status: int) -> None:
+        if status in RETRYABLE:
+            self._engine_failed(engine)
+            return
+        self.fleet.succeeded(engine)
+        if turn.pin is not None and status < 400:
+            self.pins.record(turn.pin, engine.name, version)
+            engine.pool.latencies.add(self._now() - turn.sent_at)
+            engine.pool.turns += 1
+            engine.pool.turn_seconds += self._now() - turn.sent_at
+
+    def _engine_failed(self, engine: Engine) -> None:
+        if self.fleet.failed(engine):
+            log.warning("%s: breaker open after %d failures", engine.name, engine.failures)
+
+    def _break_off(self, turn: Turn) -> web.StreamResponse:
+        """Close the client's connection in mid-reply: it must see that the reply is torn."""
+        assert turn.commit is not None
+        turn.broken = True
+        if turn.request.transport is not None:
+            turn.request.transport.abort()
+        return turn.commit
+
+    # -- watching turns in flight -------------------------------------------------------------------------------
+
+    def interrupt(self, turn: Turn, error: Exception) -> None:
+        """End the turn's present attempt with `error`."""
+        if turn.interrupt is None and turn.task is not None:
+            turn.interrupt = error
+            turn.task.cancel()
+
+    def interrupt_engine(self, engine: Engine, reason: str) -> None:
+        """Every turn in flight on a dead engine is taken back."""
+        for turn in list(engine.in_flight):
+            self.interrupt(turn, TurnLost(reason))
+
+    def sweep(self) -> None:
+        """Deadlines, lost replies and heartbeats; called every TICK_S."""
+        now = self._now()
+        for turn in list(self.turns):
+            engine = turn.engine
+            if engine is None or turn not in engine.in_flight:
+                continue
+            if now - turn.started > self.router.request_timeout_s:
+                self.interrupt(turn, Deadline(f"{engine.name}: no reply within {self.router.request_timeout_s:g} s"))
+            elif self._is_lost(turn, engine, now):
+                engine.lost += 1
+                self.interrupt(
+                    turn, TurnLost(f"the engine has had no work for {IDLE_MEANS_LOST_S:g} s but never replied")
+                )
+            elif not turn.answered and now - turn.last_beat >= self.router.heartbeat_s:
+                self._beat(turn, engine, now)
+
+    def _is_lost(self, turn: Turn, engine: Engine, now: float) -> bool:
+        idle = engine.idle_since
+        return idle is not None and turn.progress < idle and now - idle > IDLE_MEANS_LOST_S
+
+    def _beat(self, turn: Turn, engine: Engine, now: float) -> None:
+        turn.last_beat = now
+        if turn.wants_heartbeat is None:
+            turn.wants_heartbeat = turn.request.path in HEARTBEAT_PATHS and not _streams(turn.body)
+        if turn.wants_heartbeat and (turn.beating is None or turn.beating.done()):
+            self.hops.heartbeats += 1
+            turn.beating = asyncio.ensure_future(self._heartbeat(turn, engine))
+
+    async def _heartbeat(self, turn: Turn, engine: Engine) -> None:
+        """A blank before the JSON: the connection carries bytes, and parsers skip it (RFC 8259 section 2)."""
+        try:
+            if turn.commit is None:
+                headers = attribution(engine, engine.version) | {"Content-Type": "application/json"}
+                turn.commit = web.StreamResponse(status=200, headers=headers)
+                await turn.commit.prepare(turn.request)
+            await turn.commit.write(b" ")
+        except ConnectionError:
+            pass  # the client has gone; aiohttp cancels the turn
+
+
+def attribution(engine: Engine, version: int) -> dict[str, str]:
+    """Reply headers that say where a turn was sampled; see docs/architecture.md, "Attribution"."""
+    return {
+        "X-Mixprec-Pool": engine.pool.name,
+        "X-Mixprec-Engine": engine.name,
+        "X-Mixprec-View": engine.pool.view,
+        "X-Mixprec-Weight-Version": str(version),
+    }
+
+
+def _streams(body: bytes) -> bool:
+    """The client asked for server-sent events, which need no heartbeat and would not survive one."""
+    if b'"stream"' not in body:
+        return False
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return False
+    return isinstance(asked, dict) and bool(asked.get("stream"))

@@ -1,0 +1,131 @@
+"""Who may call what, which engines may be registered, and which headers may cross the router."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from miles_mixprec.config import Router
+from miles_mixprec.errors import ConfigError
+from miles_mixprec.router.failures import Forbidden, Refused, Unauthorized
+
+HOP_BY_HOP = frozenset(
+    [
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    ]
+)  # RFC 9110 section 7.6.1
+NOT_TO_ENGINE = HOP_BY_HOP | {"host", "content-length", "expect", "accept-encoding", "x-mixprec-min-version"}
+NOT_TO_CLIENT = HOP_BY_HOP | {"date", "server"}
+MAX_KEY = 256
+
+
+def token_from(name: str | None, option: str) -> bytes | None:
+    """The token in environment variable `name`. Raises ConfigError if the variable is empty or missing."""
+    if name is None:
+        return None
+    token = os.environ.get(name, "")
+    if not token:
+        raise ConfigError(f"{option}={name}: the environment variable {name} is empty; put the token there")
+    return token.encode()
+
+
+class Access:
+    """Bearer tokens of clients and administrators. Without an admin token, the client token opens everything."""
+
+    def __init__(self, router: Router) -> None:
+        self.client = token_from(router.client_token_env, "router.client_token_env")
+        self.admin = token_from(router.admin_token_env, "router.admin_token_env")
+
+    def check(self, request: web.BaseRequest, *, admin: bool = False) -> None:
+        """Raises Unauthorized (no token) or Forbidden (the wrong one)."""
+        needed = (self.admin or self.client) if admin else self.client
+        if needed is None:
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            raise Unauthorized("a bearer token is required in the Authorization header")
+        accepted = (needed,) if admin or self.admin is None else (needed, self.admin)
+        if not any(hmac.compare_digest(token, given.encode()) for token in accepted):
+            raise Forbidden(f"this token does not open {'administration' if admin else 'the router'}")
+
+    @property
+    def strips_authorization(self) -> bool:
+        """The Authorization header is the router's own and goes no further."""
+        return self.client is not None or self.admin is not None
+
+
+def engine_url(text: Any, allowed: Iterable[str]) -> str:
+    """`text` as the canonical origin of an engine. Raises Refused or Forbidden.
+
+    `allowed` holds host names or patterns such as `10.0.*` or `*.internal`. A data-parallel suffix (`@0`) that Miles
+    may append names the same server and is dropped.
+    """
+    if not isinstance(text, str) or len(text) > 512:
+        raise Refused("an engine needs a url, a string like http://10.0.0.7:30000")
+    head, _, rank = text.rpartition("@")
+    try:
+        url = URL(head if head and rank.isdigit() else text)
+        host, port = url.host, url.port
+    except ValueError as error:
+        raise Refused(f"engine url {text!r}: {error}") from None
+    if url.scheme not in ("http", "https") or not host or port is None or url.user or url.password:
+        raise Refused(f"engine url {text!r}: need http(s)://host:port, without credentials")
+    if url.path not in ("", "/") or url.query_string or url.fragment:
+        raise Refused(f"engine url {text!r}: must end after the port")
+    if not any(fnmatchcase(host, pattern) for pattern in allowed):
+        raise Forbidden(f"engine host {host} is not in router.allowed_workers; add it there if it is yours")
+    return str(url.origin())
+
+
+def session_key(request: web.BaseRequest) -> str | None:
+    """The session that a request belongs to. Raises Refused for keys that are too long or not printable ASCII."""
+    key = request.headers.get("X-SMG-Routing-Key")
+    if not key:
+        return None
+    if len(key) > MAX_KEY or not (key.isascii() and key.isprintable()):
+        raise Refused(f"X-SMG-Routing-Key: at most {MAX_KEY} printable ASCII characters")
+    return key
+
+
+def to_engine(headers: CIMultiDictProxy[str], *, authorization: bool) -> CIMultiDict[str]:
+    """Request headers to pass on: without hop-by-hop ones, and asking for an uncompressed reply.
+
+    Uncompressed, because a heartbeat cannot be put in front of a compressed body. The length is framed anew.
+    """
+    kept = _without(headers, NOT_TO_ENGINE)
+    if not authorization:
+        kept.popall("Authorization", None)
+    kept["Accept-Encoding"] = "identity"
+    return kept
+
+
+def to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Reply headers to pass back."""
+    return _without(headers, NOT_TO_CLIENT)
+
+
+def _without(headers: CIMultiDictProxy[str], unwanted: frozenset[str]) -> CIMultiDict[str]:
+    kept: CIMultiDict[str] = CIMultiDict()
+    for name, value in headers.items():
+        if name.lower() not in unwanted:
+            kept.add(name, value)
+    named = headers.get("Connection")
+    if named is not None:
+        for name in named.split(","):
+            kept.popall(name.strip(), None)
+    return kept

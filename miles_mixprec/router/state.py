@@ -1,0 +1,345 @@
+"""The fleet as it is now: pools, engines, their load, breakers and versions, and where a new session goes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from yarl import URL
+
+from miles_mixprec.config import Fleet, Router
+from miles_mixprec.router import assignment, capacity, gate
+from miles_mixprec.router.failures import Conflict, NoPool
+
+if TYPE_CHECKING:
+    from miles_mixprec.router.proxy import Turn
+
+FAILURES_TO_OPEN = 3  # consecutive, without a byte of progress between them
+COOL_DOWN_S = (5.0, 60.0)  # first and longest time that a breaker stays open
+STATES = ("serving", "updating", "draining")
+
+
+@dataclass(eq=False)
+class Engine:
+    """One replica. Counters balance: sent = returned + failed + in flight."""
+
+    name: str
+    pool: Pool
+    url: str
+    slots: int
+    joined: float  # loop time from which it ramps in; -inf: it was there from the start
+    state: str = "serving"
+    claimed: int | None = None  # version according to its sidecar
+    answered: int | None = None  # version according to itself
+    foreign: int | None = None  # version left over from another run: not accepted until it changes
+    version: int = 0
+    breaker: str = "closed"  # closed | open | half-open
+    failures: int = 0
+    cool_down_s: float = COOL_DOWN_S[0]
+    retry_at: float = 0.0
+    progress: float = 0.0  # loop time of the last byte or answer
+    updating_since: float = 0.0
+    idle_since: float | None = None  # it has reported no work at all since then
+    running: int = 0
+    queued: int = 0
+    kv_use: float = 0.0
+    in_flight: set[Turn] = field(default_factory=set)
+    sent: int = 0
+    returned: int = 0
+    failed: int = 0
+    lost: int = 0  # of the failed: replies that never came although the engine was done
+    addresses: dict[str, URL] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return self.name.replace("/", "-")
+
+    @property
+    def usable(self) -> bool:
+        """Alive as far as known; updating or draining engines are. Half open: for one turn at a time."""
+        return self.breaker == "closed" or (self.breaker == "half-open" and not self.in_flight)
+
+    def accepts(self, floor: int) -> bool:
+        """May start a turn now, for a request that needs at least version `floor`."""
+        return self.state != "updating" and self.usable and self.foreign is None and self.version >= floor
+
+    def address(self, path: str) -> URL:
+        """`url` + `path`; the few paths that matter are parsed once."""
+        found = self.addresses.get(path)
+        if found is None:
+            found = URL(self.url + path, encoded=True)
+            if len(self.addresses) < 64:
+                self.addresses[path] = found
+        return found
+
+
+@dataclass(eq=False)
+class Pool:
+    """Engines of one precision and kernel family. `changed` wakes whoever waits for one of them."""
+
+    name: str
+    view: str
+    slots_per_engine: int
+    max_share: float = 1.0
+    min_engines: int = 0
+    declared: bool = False  # by the configuration; others vanish with their last engine
+    draining: bool = False
+    factor: float = 1.0
+    engines: dict[str, Engine] = field(default_factory=dict)
+    latencies: capacity.Latencies = field(default_factory=capacity.Latencies)
+    turns: int = 0
+    turn_seconds: float = 0.0
+    share: float = 0.0
+    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+
+    @property
+    def breaker(self) -> str:
+        """Open when every engine's is; half-open when the best engine is."""
+        states = {engine.breaker for engine in self.engines.values()}
+        return next((state for state in ("closed", "half-open") if state in states), "open")
+
+    @property
+    def slots(self) -> int:
+        return sum(engine.slots for engine in self.engines.values() if engine.breaker != "open")
+
+    def wake(self) -> None:
+        """Something that a waiting request may care about has changed."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def change(self, timeout_s: float) -> None:
+        """Return at the next `wake`, or after `timeout_s`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self.waiters.add(waiter)
+        try:
+            await asyncio.wait((waiter,), timeout=timeout_s)
+        finally:
+            self.waiters.discard(waiter)
+
+
+class LiveFleet:
+    """Pools and engines by name, published views, and the assignment tables made of them.
+
+    `active` gives the live sessions of each engine by name. Everything here runs on one event loop and never waits.
+    """
+
+    def __init__(self, router: Router, fleet: Fleet, active: Mapping[str, int], clock: Callable[[], float]) -> None:
+        self.router = router
+        self.policy = capacity.Policy(target_s=router.turn_latency_target_s)
+        self.active = active
+        self.clock = clock
+        self.views: dict[str, gate.View] = {}
+        self.urls: dict[str, Engine] = {}
+        self.pools = {
+            name: Pool(name, pool.view, pool.slots_per_engine, pool.max_share, pool.min_engines, declared=True)
+            for name, pool in fleet.pools.items()
+        }
+        self.declared_urls = {url.rstrip("/"): name for name, pool in fleet.pools.items() for url in pool.urls}
+        self._tables: tuple[assignment.Table, assignment.Table] = ((), ())
+        self._claims_left = 0.0
+
+    # -- registration -------------------------------------------------------------------------------------------
+
+    def engines(self) -> Iterator[Engine]:
+        return itertools.chain.from_iterable(pool.engines.values() for pool in self.pools.values())
+
+    def pool_for(self, url: str, pool: str | None, view: str | None, slots: int | None) -> Pool:
+        """The pool that a registration belongs to. Raises Conflict rather than guess a precision."""
+        if pool is None:
+            names = list(self.pools)
+            pool = self.declared_urls.get(url) or ("default" if not names else names[0] if len(names) == 1 else None)
+            if pool is None:
+                raise Conflict(
+                    f"engine {url} names no pool and the fleet has {len(names)} ({', '.join(names)}); register it "
+                    "with POST /workers and a pool, or list it under fleet.pools.<pool>.urls"
+                )
+        known = self.pools.get(pool)
+        if known is None:
+            known = self.pools[pool] = Pool(pool, view or "bf16", slots or 1)
+        if view is not None and view != known.view:
+            raise Conflict(f"engine {url}: view {view}, but pool {pool} serves {known.view}; a pool has one view")
+        return known
+
+    def register(
+        self, url: str, *, pool: Pool, name: str | None, slots: int | None, state: str | None, version: int | None
+    ) -> Engine:
+        """Add an engine, or bring a known one (by name, else by URL) up to date; what is None stays as it is."""
+        engine = pool.engines.get(name) if name is not None else None
+        known = self.urls.get(url)
+        if engine is None and known is not None and known.pool is pool and name in (None, known.name):
+            engine = known
+        elif known is not None and known is not engine:
+            self.remove(known)  # the address has a new owner
+        if engine is None:
+            name = name or next(n for i in itertools.count() if (n := f"{pool.name}/{i}") not in pool.engines)
+            at_work = any(self.active.get(other.name, 0) for other in self.engines())
+            joined = self.clock() if at_work else float("-inf")
+            engine = Engine(name, pool, url, slots or pool.slots_per_engine, joined)
+            pool.engines[name] = engine
+            self.urls[url] = engine
+        if engine.url != url:  # it came back at another address
+            self.urls.pop(engine.url, None)
+            self.urls[url] = engine
+            engine.url, engine.addresses = url, {}
+            engine.joined = self.clock()
+            self.close_breaker(engine)
+        if slots is not None:
+            engine.slots = slots
+        self.report(engine, state, version)
+        return engine
+
+    def report(self, engine: Engine, state: str | None, version: int | None) -> None:
+        """Take over what a sidecar says of its engine."""
+        if state is not None and state != engine.state:
+            engine.state = state
+            engine.updating_since = self.clock()
+            if state == "updating":
+                engine.foreign = None  # whatever it loads now was published by the present run
+        if version is not None:
+            engine.claimed = version
+        self.believe(engine)
+
+    def believe(self, engine: Engine) -> None:
+        """Recompute the version that the gate uses and let waiting requests look again."""
+        engine.version = gate.effective(engine.claimed, engine.answered)
+        if engine.foreign is not None and engine.version != engine.foreign:
+            engine.foreign = None
+        self.changed(engine.pool)
+
+    def remove(self, engine: Engine) -> None:
+        """Forget an engine. Its turns in flight may finish; nothing new goes there."""
+        if engine.pool.engines.get(engine.name) is engine:
+            del engine.pool.engines[engine.name]
+        if self.urls.get(engine.url) is engine:
+            del self.urls[engine.url]
+        if not engine.pool.engines and not engine.pool.declared:
+            self.pools.pop(engine.pool.name, None)
+        self.changed(engine.pool)
+
+    def announce(self, view: str, version: int, run: str | None) -> None:
+        """A new version of `view` is published. Raises Conflict if it goes backwards within a run."""
+        known = self.views.get(view)
+        if known is not None and known.run == run and version < known.version:
+            raise Conflict(
+                f"view {view} is at version {known.version} of run {run}; {version} would go backwards; "
+                "a rewound run needs a new run id"
+            )
+        self.views[view] = gate.View(version, run)
+        for pool in self.pools.values():
+            if pool.view != view:
+                continue
+            for engine in pool.engines.values():
+                if known is not None and known.run != run and engine.version > version:
+                    engine.foreign = engine.version
+            pool.wake()
+
+    def newest(self, view: str) -> int:
+        known = self.views.get(view)
+        return 0 if known is None else known.version
+
+    # -- breakers -----------------------------------------------------------------------------------------------
+
+    def succeeded(self, engine: Engine) -> None:
+        """A reply came back whole."""
+        engine.progress = self.clock()
+        engine.failures = 0
+        if engine.breaker != "closed":
+            engine.joined = self.clock()  # ramps in again
+            self.close_breaker(engine)
+
+    def close_breaker(self, engine: Engine) -> None:
+        engine.breaker, engine.failures, engine.cool_down_s = "closed", 0, COOL_DOWN_S[0]
+        self.changed(engine.pool)
+
+    def failed(self, engine: Engine) -> bool:
+        """A connection, probe or turn failed. True if that opened the breaker."""
+        engine.failures += 1
+        if engine.breaker == "open" or (engine.breaker == "closed" and engine.failures < FAILURES_TO_OPEN):
+            return False
+        if engine.breaker == "half-open":
+            engine.cool_down_s = min(2 * engine.cool_down_s, COOL_DOWN_S[1])
+        engine.breaker = "open"
+        engine.retry_at = self.clock() + engine.cool_down_s
+        self.changed(engine.pool)
+        return True
+
+    def answers(self, engine: Engine) -> None:
+        """A health probe succeeded: an open breaker that has cooled down lets one turn through."""
+        if engine.breaker == "closed":
+            engine.failures = 0
+        elif engine.breaker == "open" and self.clock() >= engine.retry_at:
+            engine.breaker = "half-open"
+            self.changed(engine.pool)
+
+    def changed(self, pool: Pool) -> None:
+        self._claims_left = 0.0
+        pool.wake()
+
+    # -- assignment ---------------------------------------------------------------------------------------------
+
+    def limit(self, engine: Engine) -> int:
+        """Sessions that the engine may hold now."""
+        if engine.breaker == "half-open":
+            return 1
+        return max(1, int(engine.slots * self.policy_share(engine)))
+
+    def policy_share(self, engine: Engine) -> float:
+        return engine.pool.factor * capacity.ramp(self.clock() - engine.joined, self.policy)
+
+    def pool_active(self, pool: Pool) -> int:
+        return sum(self.active.get(name, 0) for name in pool.engines)
+
+    def refresh(self) -> None:
+        """Rebuild the tables of pools from live capacity."""
+        room = {
+            pool.name: float(sum(self.limit(engine) for engine in pool.engines.values() if _assignable(engine)))
+            for pool in self.pools.values()
+            if not pool.draining
+        }
+        active = {name: self.pool_active(self.pools[name]) for name in room}
+        caps = {name: self.pools[name].max_share for name in room}
+        for pool in self.pools.values():
+            pool.share = 0.0
+        for name, share in capacity.shares(room, caps).items():
+            self.pools[name].share = share
+        self._tables = (
+            assignment.table(capacity.weights(room, caps, active, self.policy)),
+            assignment.table(room),
+        )
+        self._claims_left = max(1.0, self.policy.headroom * sum(room.values()) / 2)
+
+    def candidates(self, key: str) -> Iterator[tuple[Engine, int]]:
+        """Engines for a new session with their limits, best first. Raises NoPool if no pool takes sessions.
+
+        First the pools that are short of their share, then the rest: a session that would otherwise be refused may
+        overfill a share, never a limit.
+        """
+        self._claims_left -= 1
+        if self._claims_left < 0:
+            self.refresh()
+        wanted, able = self._tables
+        if not able:
+            raise NoPool("no pool takes new sessions: all are draining, unreachable or still starting; see GET /fleet")
+        return self._walk(key, wanted, able)
+
+    def _walk(self, key: str, wanted: assignment.Table, able: assignment.Table) -> Iterator[tuple[Engine, int]]:
+        first = assignment.best(key, wanted)
+        if first is not None and first in self.pools:
+            yield from self.engines_for(key, self.pools[first])
+        for name in dict.fromkeys(assignment.rank(key, wanted) + assignment.rank(key, able)):
+            if name != first and name in self.pools:
+                yield from self.engines_for(key, self.pools[name])
+
+    def engines_for(self, key: str, pool: Pool) -> Iterator[tuple[Engine, int]]:
+        """The pool's engines for `key` with their limits, best first."""
+        limits = {engine.name: self.limit(engine) for engine in pool.engines.values() if _assignable(engine)}
+        for name in assignment.rank(key, assignment.table(limits)):
+            yield pool.engines[name], limits[name]
+
+
+def _assignable(engine: Engine) -> bool:
+    return engine.breaker != "open" and engine.state != "draining"

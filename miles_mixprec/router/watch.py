@@ -1,0 +1,165 @@
+"""Probes of the engines and the control loop: what is alive, which version it serves, how loaded it is.
+
+An engine's /health says whether it makes progress (SGLang generates a token for it when nothing else is running), its
+/model_info which weights it serves, its /v1/loads what it is doing. The answers of the engine are the ground truth
+against which sidecars' reports are held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import aiohttp
+
+from miles_mixprec.router import capacity, gate
+from miles_mixprec.router.proxy import TICK_S, Proxy
+from miles_mixprec.router.sessions import MemoryPins
+from miles_mixprec.router.state import Engine, LiveFleet
+from miles_mixprec.router.upstream import Upstream
+
+log = logging.getLogger(__name__)
+
+CONTROL_S = 5.0
+FADE = 0.95  # of the latency window per control period: about 100 s
+UPDATE_GRACE_S = 900.0  # an engine may be silent for this long while it applies an update
+
+
+class Watch:
+    """Background work of a router; `run` lasts until it is cancelled."""
+
+    def __init__(self, proxy: Proxy, fleet: LiveFleet, pins: MemoryPins, upstream: Upstream) -> None:
+        self.proxy = proxy
+        self.fleet = fleet
+        self.pins = pins
+        self.upstream = upstream
+        self.poll_s = proxy.router.poll_s
+        self.probes: dict[Engine, asyncio.Task[None]] = {}
+        self.due: dict[Engine, float] = {}
+
+    async def run(self) -> None:
+        control_at = self.fleet.clock() + CONTROL_S
+        while True:
+            await asyncio.sleep(TICK_S if self.poll_s > TICK_S else self.poll_s)
+            now = self.fleet.clock()
+            self.proxy.sweep()
+            self._probe_due(now)
+            await self.pins.tick(now)
+            if now >= control_at:
+                control_at = now + CONTROL_S
+                self._control()
+            self.fleet.refresh()
+
+    def _probe_due(self, now: float) -> None:
+        known = set(self.fleet.engines())
+        for engine in self.due.keys() - known:
+            del self.due[engine]
+            task = self.probes.pop(engine, None)
+            if task is not None:
+                task.cancel()
+        for engine in known:
+            task = self.probes.get(engine)
+            if now >= self.due.get(engine, 0.0) and (task is None or task.done()):
+                self.due[engine] = now + self.poll_s
+                self.probes[engine] = asyncio.ensure_future(self.probe(engine))
+
+    async def probe(self, engine: Engine) -> None:
+        """One look at an engine. Enough failures in a row open its breaker and take its turns back."""
+        began = self.fleet.clock()
+        try:
+            await asyncio.wait_for(self._look(engine), 2 * self.poll_s)
+        except asyncio.TimeoutError:
+            if not self._excused(engine, began):
+                self._failed(engine, f"no answer to a probe within {2 * self.poll_s:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            if not (isinstance(error, aiohttp.ClientResponseError) and self._excused(engine, began)):
+                self._failed(engine, f"probe: {error}")
+        else:
+            self.fleet.answers(engine)
+
+    def _excused(self, engine: Engine, began: float) -> bool:
+        """Not dead: it is applying an update, or it has answered somebody since the probe was sent."""
+        updating = engine.state == "updating" and began - engine.updating_since < UPDATE_GRACE_S
+        return updating or engine.progress > began
+
+    def _failed(self, engine: Engine, reason: str) -> None:
+        if self.fleet.failed(engine):
+            log.warning("%s (%s): breaker open: %s", engine.name, engine.url, reason)
+            self.proxy.interrupt_engine(engine, reason)
+
+    async def _look(self, engine: Engine) -> None:
+        await asyncio.gather(self.read_version(engine), self._read_load(engine))
+        async with self.upstream.session.get(engine.address("/health")) as reply:
+            reply.raise_for_status()
+
+    async def read_version(self, engine: Engine) -> None:
+        """Ask the engine which weights it serves."""
+        answer = await self._json(engine, "/model_info") or await self._json(engine, "/get_model_info")
+        if answer is not None:
+            answered = gate.parse(answer.get("weight_version"))
+            if answered != engine.answered:
+                engine.answered = answered
+                self.fleet.believe(engine)
+
+    async def _read_load(self, engine: Engine) -> None:
+        answer = await self._json(engine, "/v1/loads?include=core")
+        loads = answer.get("loads") if answer is not None else None
+        if not isinstance(loads, list) or not all(isinstance(load, dict) for load in loads):
+            engine.idle_since = None
+            return
+        engine.running = sum(_number(load, "num_running_reqs") for load in loads)
+        engine.queued = sum(_number(load, "num_waiting_reqs") for load in loads)
+        engine.kv_use = max((float(load.get("token_usage") or 0.0) for load in loads), default=0.0)
+        if engine.running or engine.queued:
+            engine.idle_since = None
+        elif engine.idle_since is None:
+            engine.idle_since = self.fleet.clock()
+
+    async def _json(self, engine: Engine, path: str) -> dict[str, Any] | None:
+        async with self.upstream.session.get(engine.address(path)) as reply:
+            if reply.status != 200:
+                return None
+            answer = await reply.json(content_type=None)
+            return answer if isinstance(answer, dict) else None
+
+    def _control(self) -> None:
+        """Once per period: correct each pool's live factor by its load."""
+        for pool in self.fleet.pools.values():
+            if not pool.engines:
+                continue
+            engines = list(pool.engines.values())
+            load = capacity.Load(
+                active=self.fleet.pool_active(pool),
+                running=sum(engine.running for engine in engines),
+                queued=sum(engine.queued for engine in engines),
+                kv_use=max(engine.kv_use for engine in engines),
+                turn_p90_s=pool.latencies.quantile(0.9),
+            )
+            before, pool.factor = pool.factor, capacity.adjust(pool.factor, pool.slots or 1, load, self.fleet.policy)
+            pool.latencies.fade(FADE)
+            if abs(pool.factor - before) > 0.05:
+                log.info("pool %s: live capacity %.0f%% of its slots (%s)", pool.name, 100 * pool.factor, load)
+
+    async def close(self) -> None:
+        for task in self.probes.values():
+            task.cancel()
+        await asyncio.gather(*self.probes.values(), return_exceptions=True)
+
+
+def background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run `work` beside the server; its failure is logged at once, for nothing would await it."""
+    task = asyncio.ensure_future(work)
+
+    def tell(done: asyncio.Task[None]) -> None:
+        if not done.cancelled() and done.exception() is not None:
+            log.critical("the router's background work failed", exc_info=done.exception())
+
+    task.add_done_callback(tell)
+    return task
+
+
+def _number(load: dict[str, Any], key: str) -> int:
+    value = load.get(key)
+    return int(value) if isinstance(value, (int, float)) else 0

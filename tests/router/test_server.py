@@ -1,0 +1,176 @@
+"""The router as clients see it: registration, turns, attribution, byte transparency."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from fake_engine import engines
+from running import KEY, fleet_of, play, running, settings, until
+
+
+def test_turn_is_attributed_and_pinned() -> None:
+    async def scene() -> None:
+        async with engines(4) as fakes, running(fleet=fleet_of(fp8=("fp8", 2, 8), bf16=("bf16", 2, 8))) as router:
+            for i, fake in enumerate(fakes):
+                pool, view = (("fp8", "fp8"), ("bf16", "bf16"))[i % 2]
+                fake.version = 3
+                await router.register(fake.url, pool, view, engine=f"{pool}/{i // 2}", slots=8, weight_version=3)
+            first = await router.turn("s1", turn="a")
+            assert first.status == 200
+            for i in range(5):
+                again = await router.turn("s1", turn=str(i))
+                assert again.source == first.source
+            pool, engine, version = first.source
+            assert version == 3 and first.headers["X-Mixprec-View"] == pool
+            session = await router.call("GET", "/sessions/s1")
+            assert session["pool"] == pool and session["engine"] == engine
+            assert session["turns"] == [{"engine": engine, "weight_version": 3}] * 6
+            assert (await router.call("DELETE", "/sessions/s1"))["status"] == "success"
+            await router.call("GET", "/sessions/s1", status=404)
+            assert sum(router.pins.active.values()) == 0
+
+    play(scene)
+
+
+def test_bodies_and_headers_pass_untouched() -> None:
+    async def scene() -> None:
+        async with engines(1) as (fake,), running() as router:
+            await router.call("POST", f"/add_worker?url={fake.url}")
+            body = b'{ "turn" : "a",\t"size": 2,  "unicode": "\xc3\xa9" }'
+            headers = {
+                KEY: "k",
+                "Content-Type": "application/json",
+                "X-Mine": "1",
+                "Connection": "X-Hop",
+                "X-Hop": "1",
+            }
+            async with router.http.post(
+                router.url + "/v1/chat/completions?a=%2F", data=body, headers=headers
+            ) as reply:
+                assert reply.status == 200 and reply.headers["X-Engine"] == "fake"
+                payload = await reply.read()
+            assert fake.bodies == [body]
+            seen = fake.headers[0]
+            assert seen["X-Mine"] == "1" and seen[KEY] == "k" and "X-Hop" not in seen
+            assert json.loads(payload)["text"] == "xx"
+
+    play(scene)
+
+
+def test_both_registration_dialects() -> None:
+    async def scene() -> None:
+        async with engines(2) as fakes, running() as router:
+            added = await router.call("POST", f"/add_worker?url={fakes[0].url}")
+            assert added["worker_urls"] == {fakes[0].url: 0}
+            await router.call("POST", "/workers", {"url": fakes[1].url, "worker_type": "regular"})
+            await router.call("POST", "/workers", {"url": fakes[1].url + "@0", "worker_type": "regular"})
+            assert (await router.call("GET", "/list_workers"))["urls"] == [fake.url for fake in fakes]
+            workers = (await router.call("GET", "/workers"))["workers"]
+            assert [worker["url"] for worker in workers] == [fake.url for fake in fakes]
+            await router.call("DELETE", f"/workers/{workers[1]['id']}")
+            await router.call("POST", f"/remove_worker?url={fakes[0].url}")
+            assert (await router.call("GET", "/list_workers"))["urls"] == []
+            await router.call("POST", "/add_worker", {}, status=400)
+            await router.call("POST", "/remove_worker?url=http://127.0.0.1:1", status=404)
+
+    play(scene)
+
+
+def test_an_engine_without_a_pool_is_refused_when_it_could_be_several() -> None:
+    async def scene() -> None:
+        fleet = fleet_of(a=("bf16", 1, 4), b=("fp8", 1, 4))
+        async with engines(2) as fakes:
+            fleet.pools["b"].urls = [fakes[0].url]
+            async with running(fleet=fleet) as router:
+                await router.call("POST", f"/add_worker?url={fakes[0].url}")
+                assert (await router.call("GET", "/workers"))["workers"][0]["pool"] == "b"
+                answer = await router.call("POST", f"/add_worker?url={fakes[1].url}", status=409)
+                assert "names no pool" in answer["error"]["message"]
+
+    play(scene)
+
+
+def test_streams_pass_as_they_come() -> None:
+    async def scene() -> None:
+        async with engines(1) as (fake,), running() as router:
+            await router.call("POST", f"/add_worker?url={fake.url}")
+            reply = await router.turn("s", path="/v1/chat/completions", turn="a", stream=True)
+            assert reply.body.count(b"data: ") == 4 and reply.headers["Content-Type"] == "text/event-stream"
+            assert len((await router.call("GET", "/sessions/s"))["turns"]) == 1
+
+    play(scene)
+
+
+def test_heartbeats_keep_a_long_turn_alive_and_its_json_whole() -> None:
+    async def scene() -> None:
+        async with engines(1) as (fake,), running(settings(heartbeat_s=0.1)) as router:
+            await router.register(fake.url, "p", slots=4, weight_version=0)
+            reply = await router.turn("s", turn="a", sleep=1.2)
+            assert reply.body.startswith(b"  ") and json.loads(reply.body)["meta_info"]["turn"] == "a"
+            assert reply.source == ("p", "p/0", 0)
+            stream = await router.turn("s", turn="b", sleep=0.6, stream=True)
+            assert stream.body.startswith(b"data: ")
+
+    play(scene)
+
+
+def test_full_fleet_pushes_back_and_frees_slots() -> None:
+    async def scene() -> None:
+        async with engines(1) as (fake,), running(settings(session_active_s=0.2)) as router:
+            await router.register(fake.url, "p", slots=2)
+            assert (await router.turn("a")).status == (await router.turn("b")).status == 200
+            full = await router.turn("c")
+            assert full.status == 429 and int(full.headers["Retry-After"]) >= 1
+            assert (await router.turn("a")).status == 200  # a live session is not a new one
+            await until(lambda: not router.pins.live)
+            assert (await router.turn("c")).status == 200  # dormant sessions hold no slot
+
+    play(scene)
+
+
+def test_client_that_leaves_ends_the_engines_work() -> None:
+    async def scene() -> None:
+        async with engines(1) as (fake,), running() as router:
+            await router.register(fake.url, "p", slots=2)
+            task = asyncio.ensure_future(router.turn("a", sleep=30))
+            await until(lambda: fake.running == 1)
+            task.cancel()
+            await until(lambda: fake.cancelled == 1)
+            await until(lambda: router.proxy.hops.disconnected == 1 and not router.proxy.turns)
+            assert len(fake.asked) == 1
+
+    play(scene)
+
+
+def test_abort_reaches_every_engine_and_questions_any() -> None:
+    async def scene() -> None:
+        async with engines(3) as fakes, running() as router:
+            for fake in fakes:
+                await router.register(fake.url, "p", slots=2)
+            answer = await router.call("POST", "/abort_request", {"abort_all": True})
+            assert answer["success"] and [json.loads(f.aborted[0]) for f in fakes] == [{"abort_all": True}] * 3
+            assert (await router.call("GET", "/model_info"))["model_path"] == "fake"
+            answer = await router.call("POST", "/update_weights_from_disk", {}, status=404)
+            assert "control an engine at its own address" in answer["error"]["message"]
+
+    play(scene)
+
+
+def test_health_fleet_metrics_and_page() -> None:
+    async def scene() -> None:
+        async with engines(1) as (fake,), running(fleet=fleet_of(a=("bf16", 1, 4), b=("fp8", 1, 4))) as router:
+            await router.call("GET", "/health", status=503)
+            await router.register(fake.url, "a", slots=4)
+            assert await router.call("GET", "/health") == {"status": "ok", "lost": ["b"]}
+            assert (await router.call("GET", "/ready", status=503))["missing"] == {"b": {"serving": 0, "needed": 1}}
+            await router.turn("s", turn="1")
+            fleet = await router.call("GET", "/fleet")
+            assert fleet["pools"]["a"]["active"] == 1 and fleet["pools"]["a"]["engines"]["a/0"]["returned"] == 1
+            async with router.http.get(router.url + "/metrics") as reply:
+                text = await reply.text()
+            assert 'mixprec_router_engine_sent_total{engine="a/0",pool="a"} 1.0' in text
+            async with router.http.get(router.url + "/") as reply:
+                assert "<title>Router</title>" in await reply.text()
+
+    play(scene)
