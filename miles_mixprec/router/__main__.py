@@ -10,6 +10,7 @@ import uvloop
 from omegaconf import OmegaConf
 
 from miles_mixprec.config import from_mapping
+from miles_mixprec.errors import MixprecError
 from miles_mixprec.router.server import serve
 
 
@@ -22,7 +23,10 @@ def main() -> None:
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     tree = OmegaConf.to_container(OmegaConf.load(arguments.config))
     assert isinstance(tree, dict)
-    uvloop.run(serve(from_mapping(tree.get("mixprec", tree)), ready_file=arguments.ready_file))
+    try:
+        uvloop.run(serve(from_mapping(tree.get("mixprec", tree)), ready_file=arguments.ready_file))
+    except MixprecError as error:
+        raise SystemExit(f"router: {error}") from None
 
 
 if __name__ == "__main__":
