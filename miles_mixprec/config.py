@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -108,6 +109,7 @@ class Algo:
     std_normalization: bool = False  # divide group advantages by their standard deviation
     token_mean: bool = True  # mean over the tokens of the batch, not per sample
     kl_coef: float = 0.0  # reference KL with its own full-vocabulary score
+    contracts: dict[str, str] = field(default_factory=dict)  # check of loss.contracts -> reject | stop
 
     @property
     def support(self) -> bool:
@@ -226,6 +228,14 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
         return validate(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), dict(values))))
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
+
+
+def from_args(args: Namespace) -> Config:
+    """The tree that Miles carries in its own arguments. Raises ConfigError if it is not there."""
+    values = vars(args).get("mixprec")
+    if values is None:
+        raise ConfigError("Miles' arguments carry no configuration; pass --custom-config-path (see miles-mixprec flags)")
+    return from_mapping(values)
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

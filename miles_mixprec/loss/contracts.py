@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from miles_mixprec.errors import ContractError
+from miles_mixprec.errors import ConfigError, ContractError
 
 logger = logging.getLogger(__name__)
 
@@ -26,29 +26,39 @@ MASS_TOLERANCE = 1e-3  # of a probability mass, absolute
 LOG_Q_TOLERANCE = 1e-3  # nats, between the sampled token's own log-prob and the one in its row
 
 POLICIES = ("reject", "stop")
+_VOCAB = "outside the vocabulary; set --vocab-size to the rows that the sampler scores"
 _RECORD = "the sampler's record is damaged: check the engine's version and top-k/top-p reply"
 _WHAT: dict[str, str] = {
     "shape": "fields of the record have other lengths than the response ({value:.0f} tokens); " + _RECORD,
     "temperature": "sampled at temperature {value:g}, not at algo.temperature; send requests with the latter",
     "source": "the pool or view is not in the fleet; register it under fleet.pools",
     "missing": "no head or support was recorded, which the arm needs; set --custom-generate-function-path to the hook",
-    "token_id": "sampled id {value:.0f} is outside the vocabulary; the pool serves another tokenizer",
+    "token_id": "sampled id {value:.0f} is " + _VOCAB,
     "log_q": "log q of the sampled token is {value:g}, not a log-probability; " + _RECORD,
     "advantage": "advantage is {value:g}; check the reward function",
-    "head_id": "head holds id {value:.0f}, outside the vocabulary; the pool serves another tokenizer",
+    "head_id": "head holds id {value:.0f}, " + _VOCAB,
     "head_duplicate": "head holds id {value:.0f} twice; " + _RECORD,
     "head_log_q": "head holds log q {value:g}, not a log-probability; " + _RECORD,
     "head_mass": "head mass is {value:.6g}, above 1; log-probs of two distributions are mixed",
     "head_empty": "head holds {value:.0f} ids; " + _RECORD,
     "disagreement": "log q of the sampled token and of its row differ by {value:.3g} nats; " + _RECORD,
     "offsets": "support offsets or sizes are inconsistent (at {value:.0f}); " + _RECORD,
-    "support_id": "support holds id {value:.0f}, outside the vocabulary; the pool serves another tokenizer",
+    "support_id": "support holds id {value:.0f}, " + _VOCAB,
     "support_duplicate": "support holds id {value:.0f} twice; " + _RECORD,
     "support_log_q": "support holds log q {value:g}, not a log-probability; " + _RECORD,
     "support_mass": "support mass is {value:.6g}, not 1; request log-probs normalised on the support",
     "support_sampled": "sampled id {value:.0f} is missing from its support; the engine truncated or rebuilt the set",
 }
 DEFAULT_POLICY = {name: "stop" if name in ("temperature", "source", "missing") else "reject" for name in _WHAT}
+
+
+def check_policy(policy: Mapping[str, str]) -> None:
+    """Raise ConfigError unless `policy` maps known checks to `reject` or `stop`."""
+    for check, action in policy.items():
+        if check not in DEFAULT_POLICY or action not in POLICIES:
+            raise ConfigError(
+                f"algo.contracts.{check}={action}: use reject or stop for one of {', '.join(sorted(DEFAULT_POLICY))}"
+            )
 
 
 class Finding(NamedTuple):
@@ -84,7 +94,7 @@ def check_sampled(sampled_ids: Tensor, log_q: Tensor, advantages: Tensor, vocab_
 def check_head(
     head_ids: Tensor, head_log_q: Tensor, sampled_ids: Tensor, log_q: Tensor, advantages: Tensor, vocab_size: int
 ) -> list[Finding]:
-    """`check_sampled`, and [T, k] heads: distinct ids in range, finite log q, mass at most 1, the sampled one agrees"""
+    """`check_sampled`, and [T, k] heads: distinct ids in range, finite log q, mass at most 1, own log q agrees."""
     findings = check_sampled(sampled_ids, log_q, advantages, vocab_size)
     if head_ids.size(1) == 0:
         return findings
