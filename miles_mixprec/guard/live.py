@@ -1,6 +1,6 @@
 """A run in the terminal: one row per update, as the run log grows.
 
-On a terminal a table that redraws itself; elsewhere one plain line per update, fit for a log file.
+On a terminal that is wide enough a table that redraws itself; elsewhere one plain line per update, fit for a log file.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from threading import Event
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -18,6 +19,7 @@ from miles_mixprec.guard.cost import billed
 from miles_mixprec.guard.signals import Mean, MetricsLog, Signals, finished, read_config
 
 ROWS = 20
+RUN_WIDTH, POOL_WIDTH = 74, 11  # characters of the table's columns
 
 
 def follow(
@@ -34,7 +36,7 @@ def follow(
     console = console or Console()
     config = read_config(run_dir)
     runs = _snapshots(MetricsLog(run_dir), stop, poll_s)
-    if console.is_terminal:
+    if console.is_terminal and console.width >= RUN_WIDTH + POOL_WIDTH * len(config.fleet.pools):
         with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
             for run in runs:
                 live.update(table(run, config), refresh=True)
@@ -57,16 +59,22 @@ def line(signals: Signals, fleet: Fleet) -> str:
 def table(run: Sequence[Signals], config: Config) -> Table:
     """The newest `ROWS` updates."""
     fleet = config.fleet
+    dequantized = [name for name, pool in fleet.pools.items() if pool.execution == "dequantized"]
+    note = (
+        f"\n* dequantized: encoded to its format, decoded to BF16 to run ({', '.join(dequantized)})"
+        if dequantized
+        else ""
+    )
     view = Table(
         title=f"{config.algo.name} on {fleet.name}: {len(run)} of {config.updates} updates",
-        caption="per pool: share of the samples, sampler-trainer KL",
+        caption=f"per pool: share of the samples, sampler-trainer KL{note}",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    view.add_column("update", justify="right")
-    for name, _ in _run_cells(Signals(update=0), fleet):
-        view.add_column(name, justify="right")
-    for name, pool in fleet.pools.items():
-        mark = f"\n({pool.view}, dequantized)" if pool.execution == "dequantized" else f"\n({pool.view})"
-        view.add_column(name + mark, justify="right")
+    for heading in ("update", *(name for name, _ in _run_cells(Signals(update=0), fleet))):
+        view.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for name in fleet.pools:
+        view.add_column(f"{name}*" if name in dequantized else name, justify="right", no_wrap=True)
     for signals in run[-ROWS:]:
         cells = [text for _, text in _run_cells(signals, fleet)]
         view.add_row(str(signals.update), *cells, *(_pool_cell(signals, name) for name in fleet.pools))

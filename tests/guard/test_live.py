@@ -20,8 +20,8 @@ def stopped() -> threading.Event:
     return event
 
 
-def shown(run_dir: Path, *, terminal: bool) -> str:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=200, height=60)
+def shown(run_dir: Path, *, terminal: bool, width: int = 110) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=width, height=60)
     follow(run_dir, stopped(), console=console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -43,9 +43,16 @@ def test_the_table_names_what_runs_dequantized(tmp_path: Path) -> None:
     write_run(tmp_path, updates=3)
     text = shown(tmp_path, terminal=True).rsplit("cpu_quickstart: ", 1)[1]
     assert "3 of 3 updates" in text
-    assert text.count("dequantized") == 2
-    for heading in ("reward", "tail ratio", "masked", "staleness", "format errors", "$"):
+    assert "…" not in text and "50% 9e-03" in text
+    assert "fp8*" in text and "nvfp4*" in text and "bf16*" not in text
+    assert "* dequantized: encoded to its format, decoded to BF16 to run (fp8, nvfp4)" in text
+    for heading in ("reward", "tail", "masked", "staleness", "format", "$"):
         assert heading in text
+
+
+def test_a_narrow_terminal_gets_lines(tmp_path: Path) -> None:
+    write_run(tmp_path, updates=1)
+    assert shown(tmp_path, terminal=True, width=80).startswith("update 0  reward")
 
 
 def test_the_table_keeps_the_newest_updates(tmp_path: Path) -> None:
