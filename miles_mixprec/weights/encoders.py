@@ -1,0 +1,270 @@
+"""Views of a model: which tensors a format quantises, under which names, and the `quantization_config` that says so.
+
+A *unit* is the least set of BF16 tensors that must be encoded together (a gate and its up projection share
+NVFP4's global scale). Units are independent of each other, so encoders may be sharded over them.
+
+Names and layouts are those that stock SGLang 0.5.23 loads (`fp8.py`, `modelopt_quant.py`, `mxfp4.py` under
+`srt/layers/quantization`). Stacked experts, as transformers 5 writes them, come out per expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_mixprec.errors import StoreError
+from miles_mixprec.weights import formats
+
+# Kept in BF16 by every view, as in the public FP8 and NVFP4 recipes of the Qwen3.5 and Qwen3.6 MoE models: embeddings
+# and head, norms, router gates, the decay, beta and convolution parts of linear attention, vision tower, MTP layers.
+_IGNORED = re.compile(
+    r"embed|lm_head|norm|(^|\.)visual\.|vision_tower|mm_projector|(^|\.)mtp\.|\.(gate|router|shared_expert_gate|eh_proj"
+    r"|weights_proj)\.|linear_attn\.(conv1d|in_proj_a|in_proj_b|in_proj_ba)\."
+)
+_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
+_MLP = re.compile(r"\.(gate_proj|up_proj|gate_up_proj|down_proj|w1|w2|w3)\.weight$")
+_STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(\.weight)?$")
+_PARTS = re.compile(r"\.(weight_scale_inv|weight_scale_2|weight_scale|input_scale)$")
+_GATE_OR_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3)\.weight$")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one view encodes a matrix. `encode` gives suffix -> tensor, where the suffix replaces `weight`."""
+
+    group: int  # the last dimension must be a multiple of it
+    takes: Callable[[str], bool]
+    encode: Callable[[str, Tensor, Tensor], dict[str, Tensor]]  # (name, matrix, amax of its unit)
+    decode: Callable[[dict[str, Tensor]], Tensor]
+    config: Callable[[list[str]], dict[str, Any]]  # modules kept in BF16 -> quantization_config
+
+
+def _linear(name: str) -> bool:
+    return True
+
+
+def _fp8(name: str, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    quantized, scale = formats.encode_fp8(weight)
+    return {"weight": quantized, "weight_scale_inv": scale}
+
+
+def _mxfp8(name: str, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    quantized, scale = formats.encode_mxfp8(weight)
+    return {"weight": quantized, "weight_scale_inv": scale}
+
+
+def _mxfp4(name: str, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    packed, scale = formats.encode_mxfp4(weight)
+    return {"weight": packed, "weight_scale": scale}
+
+
+def _nvfp4(name: str, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    packed, scale, global_scale = formats.encode_nvfp4(weight, amax)
+    parts = {"weight": packed, "weight_scale": scale, "weight_scale_2": global_scale}
+    if _EXPERT.search(name):
+        parts["input_scale"] = torch.ones(())  # SGLang's MoE loader has the parameter; W4A16 leaves activations alone
+    return parts
+
+
+def _fp8_config(kept: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [formats.FP8_BLOCK, formats.FP8_BLOCK],
+        "modules_to_not_convert": kept,
+    }
+
+
+def _mxfp8_config(kept: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "mxfp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [1, formats.MX_GROUP],
+        "scale_fmt": "ue8m0",
+        "modules_to_not_convert": kept,
+    }
+
+
+def _nvfp4_config(kept: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "modelopt_fp4",
+        "quant_algo": "W4A16_NVFP4",
+        "group_size": formats.NVFP4_GROUP,
+        "ignore": kept,
+    }
+
+
+def _mxfp4_config(kept: list[str]) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": formats.MX_GROUP, "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights | {"dynamic": False, "scale_dtype": "torch.uint8"},
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": kept,
+        "quantization_status": "compressed",
+    }
+
+
+FORMATS: dict[str, Format] = {
+    "fp8": Format(1, _linear, _fp8, lambda p: formats.decode_fp8(p["weight"], p["weight_scale_inv"]), _fp8_config),
+    "mxfp8": Format(
+        formats.MX_GROUP,
+        _linear,
+        _mxfp8,
+        lambda p: formats.decode_mxfp8(p["weight"], p["weight_scale_inv"]),
+        _mxfp8_config,
+    ),
+    # four bits only where the weights are: experts and MLPs, as Miles' own NVFP4 conversion does
+    "nvfp4": Format(
+        formats.NVFP4_GROUP,
+        lambda name: _MLP.search(name) is not None,
+        _nvfp4,
+        lambda p: formats.decode_nvfp4(p["weight"], p["weight_scale"], p["weight_scale_2"]),
+        _nvfp4_config,
+    ),
+    # SGLang reads MXFP4 for routed experts only
+    "mxfp4": Format(
+        formats.MX_GROUP,
+        lambda name: _EXPERT.search(name) is not None,
+        _mxfp4,
+        lambda p: formats.decode_mxfp4(p["weight"], p["weight_scale"]),
+        _mxfp4_config,
+    ),
+}
+
+
+def units(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """The names of a BF16 version, grouped into units, in a fixed order."""
+    grouped: dict[str, list[str]] = {}
+    for name in sorted(names):
+        grouped.setdefault(_GATE_OR_UP.sub(".gate_up", name), []).append(name)
+    return [tuple(group) for group in grouped.values()]
+
+
+def encode(view: str, unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Encode one unit of BF16 tensors into the named tensors of `view`.
+
+    Matrices that the view quantises become `weight` and its scales; everything else passes through, matrices as
+    BF16 and vectors in their own dtype. Raises StoreError, naming the tensor, for NaN or infinity and for shapes
+    that the format cannot hold.
+    """
+    tensors = {name: t for stacked, tensor in unit.items() for name, t in _unstack(stacked, canonical(tensor))}
+    amax = {name: _checked_amax(name, tensor) for name, tensor in tensors.items()}
+    if view == "bf16":
+        return tensors
+    form = FORMATS[view]
+    encoded: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not is_quantised(view, name, tensor):
+            encoded[name] = tensor
+            continue
+        if tensor.shape[-1] % form.group:
+            raise StoreError(
+                f"view {view}: {name} has rows of {tensor.shape[-1]}, not a multiple of {form.group}; "
+                "use another view for this model"
+            )
+        shared = torch.stack([amax[n] for n in _partners(name, tensors)]).max()
+        encoded |= {name.removesuffix("weight") + part: t for part, t in form.encode(name, tensor, shared).items()}
+    return encoded
+
+
+def decode(view: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """BF16 tensors of a set of encoded ones that holds every part of each of its matrices; the inverse of `encode`."""
+    if view == "bf16":
+        return dict(parts)
+    matrices: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in parts.items():
+        module, part = name.rsplit(".", 1) if "." in name else ("", name)
+        matrices.setdefault(module, {})[part] = tensor
+    decoded: dict[str, Tensor] = {}
+    for module, tensors in matrices.items():
+        if any(part.startswith("weight_scale") for part in tensors):
+            decoded[f"{module}.weight"] = FORMATS[view].decode(tensors)
+        else:
+            decoded |= {f"{module}.{part}" if module else part: t for part, t in tensors.items()}
+    return decoded
+
+
+def matrix_of(name: str) -> str:
+    """The weight that an encoded name is a part of; the name itself for plain tensors."""
+    return _PARTS.sub(".weight", name)
+
+
+def is_quantised(view: str, name: str, tensor: Tensor) -> bool:
+    """Whether `view` stores the BF16 tensor `name` in its own format."""
+    return (
+        view != "bf16"
+        and tensor.dim() == 2
+        and name.endswith(".weight")
+        and not _IGNORED.search(name)
+        and FORMATS[view].takes(name)
+    )
+
+
+def view_config(view: str, config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The `config.json` of a view: the BF16 model's own with the `quantization_config` of the encoded `names`.
+
+    Raises StoreError where the view would hold nothing in its format.
+    """
+    if view == "bf16":
+        return dict(config)
+    names = set(names)
+    weights = {name for name in names if name.endswith(".weight")}
+    quantised = {matrix_of(name) for name in names if _PARTS.search(name)}
+    if not quantised:
+        raise StoreError(f"view {view}: no tensor of this model has that format; use another view")
+    kept = sorted(name.removesuffix(".weight") for name in weights - quantised)
+    return {**config, "quantization_config": FORMATS[view].config(kept)}
+
+
+def canonical(tensor: Tensor) -> Tensor:
+    """The tensor as the BF16 version stores it: contiguous on the CPU, matrices in BF16, vectors in their own dtype.
+
+    Vectors (norms, biases, `A_log`, score-correction biases) are kept because models hold some in FP32 on purpose.
+    """
+    dtype = torch.bfloat16 if tensor.dim() >= 2 and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype).contiguous()
+
+
+def _unstack(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    match = _STACKED.match(name)
+    if match is None or tensor.dim() != 3:
+        return [(name, tensor)]
+    base, kind, _ = match.groups()
+    if kind == "down_proj":
+        return [(f"{base}.{i}.down_proj.weight", expert) for i, expert in enumerate(tensor)]
+    rows = tensor.shape[1] // 2
+    return [
+        (f"{base}.{i}.{part}_proj.weight", half)
+        for i, expert in enumerate(tensor)
+        for part, half in (("gate", expert[:rows]), ("up", expert[rows:]))
+    ]
+
+
+def _partners(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    key = _GATE_OR_UP.sub("", name)
+    return [n for n in tensors if n == name or (_GATE_OR_UP.search(n) and _GATE_OR_UP.sub("", n) == key)]
+
+
+def _checked_amax(name: str, tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return torch.zeros(())
+    low, high = tensor.aminmax()
+    amax = torch.maximum(low.abs(), high.abs()).float()
+    if not amax.isfinite():
+        raise StoreError(f"tensor {name} holds NaN or infinity; the update that made it must not be published")
+    return amax

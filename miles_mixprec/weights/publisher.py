@@ -1,0 +1,255 @@
+"""The trainer's side: Miles' weight updater, replaced by one that publishes BF16 versions to the store.
+
+Bound in place of `miles.backends.megatron_utils.actor.UpdateWeightFromDistributed`, on Miles 0.0.2 and 0.1 alike. It
+talks to no engine: the first `update_weights` publishes the version that the trainer starts from, each later one
+the next. The train loop waits for the gather and the write of the BF16 bytes, and for nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import zstandard
+from torch import Tensor
+
+from miles_mixprec import miles
+from miles_mixprec.config import Config, from_mapping
+from miles_mixprec.errors import CapabilityError, StoreError
+from miles_mixprec.weights import encoders
+from miles_mixprec.weights.checkpoint import Checkpoint
+from miles_mixprec.weights.delta import Replica, add_tensor, delta_base, stage
+from miles_mixprec.weights.store import INDEX, Entry, Manifest, Pointer, Store, Writer, checksum, init
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Miles' weight-updater interface over the store. Every trainer rank has one."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: Sequence[torch.nn.Module],
+        weights_getter: Callable[[], Mapping[str, Tensor]],
+        *,
+        model_name: str,
+        quantization_config: Mapping[str, Any] | None,
+        is_lora: bool = False,
+    ) -> None:
+        if is_lora:
+            raise CapabilityError("LoRA adapters are not published as weight views; train the full weights")
+        if quantization_config is not None:
+            raise CapabilityError(
+                "--hf-checkpoint is quantised; views are encoded from BF16, point it to the BF16 model"
+            )
+        if args.update_weights_interval != 1:
+            raise CapabilityError(
+                f"--update-weights-interval {args.update_weights_interval}: version N is that after N updates; use 1"
+            )
+        self._args, self._model, self._model_name = args, model, model_name
+        self._config = from_mapping(args.mixprec)
+        self._store: Store | None = None
+        self._metrics: dict[str, float] = {}
+        self._engines_stale = True
+        self.weight_version = miles.start_version(args) - 1
+
+    def connect_rollout_engines(self, *_: object, **__: object) -> None:
+        """Engines follow the store by themselves."""
+        self._engines_stale = False
+
+    def is_rollout_engines_fresh(self) -> bool:
+        return not self._engines_stale
+
+    def mark_engine_connection_stale(self) -> None:
+        self._engines_stale = True
+
+    def pop_metrics(self) -> dict[str, float]:
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def update_weights(self) -> None:
+        """Publish the trainer's weights as the next version. Collective over all ranks. Raises StoreError."""
+        started = time.monotonic()
+        if self._store is None:
+            self._store = self._opened()
+        version = self.weight_version + 1
+        writes, part, parts = miles.weight_part()
+        writer = _part(self._config, self._store, version, part) if writes else None
+        miles.gather_hf(self._args, self._model, self._model_name, writer or (lambda _: None))
+        if writer is not None:
+            writer.close()
+        miles.weight_barrier()
+        if dist.get_rank() == 0:
+            manifest = _seal(self._store, version, parts, _hf_config(self._args.hf_checkpoint), self._config)
+            self._metrics |= _metrics(manifest)
+        miles.weight_barrier()
+        self.weight_version = version
+        miles.set_trainer_version(version)
+        self._metrics["perf/publish_seconds"] = time.monotonic() - started
+
+    def _opened(self) -> Store:
+        """The store of this run, at the version the trainer starts from; what is newer is of an attempt that ended."""
+        if dist.get_rank() == 0:
+            resume(self._config, self.weight_version + 1)
+        miles.weight_barrier()
+        return init(self._config.weights.store, self._config.run_id)
+
+
+def resume(config: Config, version: int) -> Store:
+    """Open the run's store for a trainer that starts at `version`, as a new attempt if anything was published before.
+
+    Every view is pointed at or below `version` and engines beyond it are made to go back. Raises StoreError.
+    """
+    store = init(config.weights.store, config.run_id)
+    return store.rewind(version) if store.views() else store
+
+
+def post_write(args: Namespace, version_dir: str, rollout_engines: Sequence[Any]) -> None:
+    """Miles 0.1's `--custom-update-weight-post-write-path`: publish what its disk-delta writer wrote.
+
+    For runs that keep `--update-weight-transfer-mode disk-delta`. The baseline (the call with the root directory)
+    becomes the version of `--hf-checkpoint`, each delta the next one. Acts on rank 0. Raises StoreError.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    config = from_mapping(args.mixprec)
+    name = Path(version_dir).name
+    if not name.startswith("weight_v"):
+        first = miles.start_version(args)
+        store = resume(config, first)
+        checkpoint = Checkpoint(Path(args.hf_checkpoint))
+        tensors = (
+            item
+            for unit in encoders.units(checkpoint.names)
+            for item in encoders.encode("bf16", {n: checkpoint[n] for n in unit}).items()
+        )
+        _publish(config, store, first, tensors, checkpoint.config)
+        return
+    store = init(config.weights.store, config.run_id)
+    pointer = store.latest("bf16")
+    if pointer is None:
+        raise StoreError(f"{version_dir} is a delta, but no baseline was published; register the hook from the start")
+    version = miles.start_version(args) + int(name.removeprefix("weight_v"))
+    if pointer.version != version - 1:
+        raise StoreError(
+            f"{version_dir} makes version {version}, but the store is at {pointer.version}; restart the run"
+        )
+    _publish(
+        config, store, version, _patched(store, pointer, Path(version_dir), config), _hf_config(args.hf_checkpoint)
+    )
+
+
+def _patched(store: Store, pointer: Pointer, delta: Path, config: Config) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the version that Miles' delta makes of `pointer`'s, checked against its checksums."""
+    metadata = json.loads((delta / INDEX).read_text())["metadata"]
+    changes = Checkpoint(delta) if any(delta.glob("*.safetensors")) else None
+    base = stage(store, "bf16", pointer, Path(config.run_dir) / "publish" / "base", verify=False)
+    unknown = set(changes.names if changes else ()) - base.manifest.tensors.keys()
+    if unknown:
+        raise StoreError(f"{delta}: tensor {min(unknown)} is not in version {pointer.version}")
+    for name, tensor in base.read():
+        if changes is None or name not in changes.names:
+            yield name, tensor
+            continue
+        wire = zstandard.ZstdDecompressor().decompress(changes[name].numpy().tobytes())
+        old = tensor.reshape(-1).view(torch.uint8).numpy()
+        new = _apply_miles_delta(metadata["delta_encoding"], old, np.frombuffer(wire, dtype=np.uint8))
+        if metadata["checksum_format"] == "xxh3-128" and checksum(new) != changes.metadata(name)[name]:
+            raise StoreError(f"{delta}: tensor {name} does not have the checksum that Miles wrote")
+        yield name, torch.from_numpy(new).view(tensor.dtype).view(tensor.shape)
+
+
+def _apply_miles_delta(encoding: str, old: np.ndarray, wire: np.ndarray) -> np.ndarray:
+    if encoding == "xor":
+        return wire ^ old
+    if encoding != "overwrite":
+        raise StoreError(
+            f"delta encoding {encoding!r} is unknown; use --update-weight-delta-encoding xor or overwrite"
+        )
+    count = int(wire[:4].view("<u4")[0])
+    new = old.copy()
+    new[wire[4 : 4 + 4 * count].view("<u4")] = wire[4 + 4 * count :]
+    return new
+
+
+def _publish(
+    config: Config, store: Store, version: int, tensors: Iterator[tuple[str, Tensor]], hf_config: Mapping[str, Any]
+) -> None:
+    writer = _part(config, store, version, 0)
+    for named in tensors:
+        writer([named])
+    writer.close()
+    _seal(store, version, 1, hf_config, config)
+    miles.set_trainer_version(version)
+
+
+class _PartSink:
+    """Takes buckets of gathered tensors and writes them as one part of a BF16 version."""
+
+    def __init__(self, writer: Writer, base: Replica | None) -> None:
+        self._writer, self._base = writer, base
+
+    def __call__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            for canonical_name, canonical in encoders.encode("bf16", {name: tensor}).items():
+                add_tensor(self._writer, canonical_name, canonical, self._base)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _part(config: Config, store: Store, version: int, part: int) -> _PartSink:
+    every = config.weights.anchor_every if config.weights.delta else 0
+    base = delta_base(store, "bf16", version, every, Path(config.run_dir) / "publish" / f"part{part}")
+    return _PartSink(store.writer("bf16", version, part=part, base=base.manifest.version if base else None), base)
+
+
+def _seal(store: Store, version: int, parts: int, hf_config: Mapping[str, Any], config: Config) -> Manifest:
+    """Make the version visible. One that an earlier attempt published stays, if the trainer came to the same bytes.
+
+    Raises StoreError if it did not.
+    """
+    published = store.manifest("bf16", version)
+    if published is None:
+        manifest = store.seal("bf16", version, parts=parts, config=hf_config)
+        store.prune("bf16", config.weights.keep_versions)
+        return manifest
+    written = {
+        name: entry for part in store.parts("bf16", version, parts, "") or () for name, entry in part.tensors.items()
+    }
+    changed = sorted(
+        n for n in written.keys() | published.tensors if _digest(written, n) != _digest(published.tensors, n)
+    )
+    if changed:
+        raise StoreError(
+            f"version {version} was published with other bytes ({len(changed)} tensors, first {changed[0]}); the "
+            "checkpoint that the trainer loaded is not the one of that version"
+        )
+    store.discard_parts("bf16", version)
+    return published
+
+
+def _digest(tensors: Mapping[str, Entry], name: str) -> str | None:
+    return tensors[name].xxh3 if name in tensors else None
+
+
+def _hf_config(checkpoint: str) -> dict[str, Any]:
+    return json.loads((Path(checkpoint) / "config.json").read_text())
+
+
+def _metrics(manifest: Manifest) -> dict[str, float]:
+    stats = manifest.stats
+    total = sum(entry.bytes for entry in manifest.tensors.values())
+    return {
+        "perf/publish_wire_bytes": stats.get("wire_bytes", total),
+        "perf/publish_density": stats["changed_bytes"] / stats["total_bytes"] if stats else 1.0,
+    }

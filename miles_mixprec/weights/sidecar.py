@@ -1,0 +1,275 @@
+"""The sidecar: keeps one engine on the newest version of its view, and says truly which version it serves.
+
+    python -m miles_mixprec.weights.sidecar --config run.yaml --router http://127.0.0.1:8000 --staging /scratch \\
+        --engine fp8/0=http://127.0.0.1:30000 [--engine fp8/1=...]
+
+A version is staged and verified while the engine serves. Then the router is told that the engine is updating, the
+engine pauses (running requests are retracted and later recomputed on the new weights), loads, reports the new
+version, continues, and only then is registered as serving it. A record of what the engine serves is removed before the
+pause and written after the continue, so whatever dies in between, the next sidecar loads the newest version anew.
+Nothing goes backwards unless the run resumed as a new attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import torch
+
+from miles_mixprec.config import Config
+from miles_mixprec.errors import ConfigError, EngineError, StoreError
+from miles_mixprec.weights.checkpoint import decode_checkpoint
+from miles_mixprec.weights.delta import stage
+from miles_mixprec.weights.encode import load_run
+from miles_mixprec.weights.store import Pointer, Store, open_store
+
+logger = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 1800.0
+CALL_TIMEOUT_S = 30.0
+_INITIAL = ("default", "0")  # what an engine reports that still serves the model it was started from
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine and its place in the fleet."""
+
+    name: str
+    url: str
+    pool: str
+    view: str
+    slots: int
+    execution: str
+
+    @classmethod
+    def of(cls, config: Config, name: str, url: str) -> Engine:
+        """Engine `<pool>/<index>` of the fleet. Raises ConfigError for an unknown pool."""
+        pool = config.fleet.pools.get(name.split("/")[0])
+        if pool is None:
+            raise ConfigError(f"engine {name}: fleet {config.fleet.name} has no such pool; use <pool>/<index>")
+        return cls(name, url.rstrip("/"), name.split("/")[0], pool.view, pool.slots_per_engine, pool.execution)
+
+
+class Stager:
+    """Verified local directories of versions, shared by the sidecars of one process."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._staged: dict[tuple[str, str, str], asyncio.Task[Path]] = {}
+
+    async def directory(self, store: Store, view: str, pointer: Pointer, execution: str) -> Path:
+        """What an engine of `execution` loads to serve `pointer`. Raises StoreError."""
+        key = view, execution, pointer.manifest
+        if key not in self._staged:
+            self._staged[key] = asyncio.create_task(
+                asyncio.to_thread(_stage, store, view, pointer, execution, self._root)
+            )
+        try:
+            return await asyncio.shield(self._staged[key])
+        except StoreError:
+            self._staged.pop(key, None)
+            raise
+
+
+def _stage(store: Store, view: str, pointer: Pointer, execution: str, root: Path) -> Path:
+    replica = stage(store, view, pointer, root / view)
+    if execution == "native" or view == "bf16":
+        return replica.directory
+    target = root / f"{view}-decoded" / f"{pointer.version:06d}-{pointer.manifest[:12]}"
+    shutil.rmtree(target, ignore_errors=True)
+    decode_checkpoint(replica.directory, target)
+    for old in sorted(target.parent.iterdir(), key=os.path.getmtime)[:-2]:  # the engine may fall back to its last one
+        shutil.rmtree(old)
+    return target
+
+
+class Sidecar:
+    """Follows one engine's view. `run` loops; `step` is one look at store and engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config,
+        router: str,
+        staging: Path,
+        session: aiohttp.ClientSession,
+        stager: Stager | None = None,
+    ) -> None:
+        self.engine = engine
+        self._config = config
+        self._router = router.rstrip("/")
+        self._http = session
+        self._stager = stager or Stager(staging)
+        self._record = staging / "serving" / f"{engine.name.replace('/', '-')}.json"
+        self._serving: Pointer | None = self._recorded()
+        self._announced: tuple[int, int] | None = None
+        self._registered: tuple[float, dict[str, Any]] = (0.0, {})
+
+    async def run(self) -> None:
+        """Step until cancelled; whatever fails is logged and tried again."""
+        while True:
+            try:
+                await self.step()
+            except (StoreError, EngineError, aiohttp.ClientError, TimeoutError) as error:
+                logger.warning("%s: %s", self.engine.name, " ".join(str(error).split()) or type(error).__name__)
+            await asyncio.sleep(self._config.weights.poll_s)
+
+    async def step(self) -> None:
+        """Bring the engine to the newest version if it is not there, and keep it registered."""
+        store = await asyncio.to_thread(open_store, self._config.weights.store, self._config.run_id)
+        pointer = None if store is None else await asyncio.to_thread(store.latest, self.engine.view)
+        try:
+            served = await self._served()
+        except (EngineError, aiohttp.ClientError, TimeoutError):
+            await self._register("updating", self._serving.version if self._serving else -1)
+            raise
+        if store is None or pointer is None:
+            await self._register(*(("serving", 0) if served in _INITIAL else ("updating", _number(served))))
+            return
+        await self._announce(pointer)
+        if self._serving is not None and self._serving.order > pointer.order:
+            raise StoreError(
+                f"latest/{self.engine.view} went back from version {self._serving.version} to {pointer.version} in "
+                f"attempt {pointer.attempt}; keeping the newer one"
+            )
+        if self._serving is not None and (self._serving.manifest, served) == (pointer.manifest, str(pointer.version)):
+            self._serve(pointer)
+            await self._register("serving", pointer.version)
+            return
+        await self._apply(store, pointer, _number(served))
+
+    async def _apply(self, store: Store, pointer: Pointer, served: int) -> None:
+        directory = await self._stager.directory(store, self.engine.view, pointer, self.engine.execution)
+        self._serve(None)
+        await self._register("updating", served)
+        started = time.monotonic()
+        await self._post(
+            "/pause_generation", {"mode": "retract"}
+        )  # an in-place pause does not survive a load from disk
+        await self._post(
+            "/update_weights_from_disk",
+            {"model_path": str(directory), "weight_version": str(pointer.version), "flush_cache": True},
+            timeout_s=LOAD_TIMEOUT_S,
+        )
+        if (served_now := await self._served()) != str(pointer.version):
+            raise EngineError(
+                f"engine {self.engine.name} reports version {served_now} after loading {pointer.version}"
+            )
+        now = await asyncio.to_thread(open_store, store.root, store.run)
+        if now is None or now.attempt != pointer.attempt:
+            raise StoreError("the run was resumed meanwhile; loading its version instead")  # the engine stays paused
+        await self._post("/continue_generation", {})
+        self._serve(pointer)
+        await self._register("serving", pointer.version)
+        logger.info(
+            "%s serves %d after a pause of %.3f s", self.engine.name, pointer.version, time.monotonic() - started
+        )
+
+    async def _served(self) -> str:
+        async with self._http.get(f"{self.engine.url}/model_info", timeout=_timeout(CALL_TIMEOUT_S)) as reply:
+            if reply.status != 200:
+                raise EngineError(f"engine {self.engine.name}: /model_info answers {reply.status}")
+            return str((await reply.json())["weight_version"])
+
+    async def _post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        async with self._http.post(f"{self.engine.url}{path}", json=body, timeout=_timeout(timeout_s)) as reply:
+            text = await reply.text()
+            if reply.status != 200:
+                raise EngineError(f"engine {self.engine.name}: {path} answers {reply.status}: {text[:200]}")
+
+    async def _announce(self, pointer: Pointer) -> None:
+        if self._announced != pointer.order:
+            body = {"version": pointer.version, "run": f"{pointer.run}#{pointer.attempt}"}
+            await self._tell("PUT", f"/views/{self.engine.view}", body)
+            self._announced = pointer.order
+
+    async def _register(self, state: str, version: int) -> None:
+        engine = self.engine
+        body = {
+            "url": engine.url,
+            "pool": engine.pool,
+            "view": engine.view,
+            "engine": engine.name,
+            "slots": engine.slots,
+            "weight_version": version,
+            "state": state,
+        }
+        at, last = self._registered
+        if body != last or time.monotonic() - at > self._config.router.heartbeat_s:
+            await self._tell("POST", "/workers", body)
+            self._registered = time.monotonic(), body
+
+    async def _tell(self, method: str, path: str, body: Mapping[str, Any]) -> None:
+        token_env = self._config.router.admin_token_env
+        headers = {"Authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
+        url = f"{self._router}{path}"
+        async with self._http.request(
+            method, url, json=body, headers=headers, timeout=_timeout(CALL_TIMEOUT_S)
+        ) as reply:
+            if reply.status >= 400:
+                raise EngineError(f"router refuses {method} {path}: {reply.status} {(await reply.text())[:200]}")
+
+    def _serve(self, pointer: Pointer | None) -> None:
+        if pointer == self._serving:
+            return
+        self._serving = pointer
+        if pointer is None:
+            self._record.unlink(missing_ok=True)
+            return
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._record.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.encode(pointer))
+        os.replace(temporary, self._record)
+
+    def _recorded(self) -> Pointer | None:
+        try:
+            return msgspec.json.decode(self._record.read_bytes(), type=Pointer)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+
+def _number(served: str) -> int:
+    return int(served) if served.isdecimal() else 0 if served in _INITIAL else -1
+
+
+def _timeout(seconds: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=seconds)
+
+
+async def serve(config: Config, engines: Mapping[str, str], router: str, staging: Path) -> None:
+    """Run a sidecar for each of `engines` (name -> URL) until cancelled."""
+    stager = Stager(staging)
+    async with aiohttp.ClientSession() as session:
+        sidecars = [
+            Sidecar(Engine.of(config, name, url), config, router, staging, session, stager)
+            for name, url in engines.items()
+        ]
+        await asyncio.gather(*(sidecar.run() for sidecar in sidecars))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m miles_mixprec.weights.sidecar", description=__doc__)
+    parser.add_argument("--config", required=True, type=Path, help="resolved configuration of the run (YAML)")
+    parser.add_argument("--router", required=True, help="URL of the session router")
+    parser.add_argument("--staging", required=True, type=Path, help="local directory for staged versions")
+    parser.add_argument("--engine", required=True, action="append", metavar="POOL/INDEX=URL", help="repeatable")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s sidecar %(message)s")
+    torch.set_num_threads(1)
+    engines = dict(engine.split("=", 1) for engine in options.engine)
+    asyncio.run(serve(load_run(options.config), engines, options.router, options.staging))
+
+
+if __name__ == "__main__":
+    main()

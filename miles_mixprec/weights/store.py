@@ -1,0 +1,520 @@
+"""The weight store: immutable versions of every view, and one pointer per view to the newest.
+
+    <store>/run.json                                   {"run", "attempt"}: who may write
+    <store>/updates/<view>/weight_v000012/             visible once its manifest.json is whole
+    <store>/latest/<view>                              {"version", "run", "attempt", "manifest"}, written last
+
+A chain of digests makes mislabelling detectable everywhere: the pointer names the digest of the manifest, the
+manifest the xxh3-128 of every tensor's final bytes. Files carry the attempt in their name and every write is fenced
+by `run.json`, so that a process left over from an earlier attempt can neither change nor complete a version of this
+one. The store is a local directory or any fsspec URL whose `pipe` is atomic (S3, GCS, a Modal Volume's mount).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import msgspec
+import safetensors
+import safetensors.torch
+import torch
+import xxhash
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+
+from miles_mixprec.errors import StoreError
+
+FILE_BYTES = 2 << 30  # of one safetensors file, and the most that a writer holds in memory
+_VERSION = re.compile(r"weight_v(\d{6,})$")
+MANIFEST, INDEX = "manifest.json", "model.safetensors.index.json"
+
+
+class Pointer(msgspec.Struct, frozen=True):
+    """The newest version of a view. Orders by attempt, then by version: a new attempt may go back."""
+
+    version: int
+    run: str
+    attempt: int
+    manifest: str  # digest of the version's manifest
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.attempt, self.version
+
+
+class Entry(msgspec.Struct, frozen=True):
+    file: str
+    bytes: int
+    xxh3: str  # of the final bytes, hex
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one writer (a pipeline rank, an encoder shard) contributed to a version."""
+
+    run: str
+    attempt: int
+    source: str  # digest of the BF16 manifest that was encoded; "" for the BF16 version itself
+    base: int | None  # delta: the version that the files apply to
+    tensors: dict[str, Entry]
+    stats: dict[str, float] = {}
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    view: str
+    version: int
+    run: str
+    attempt: int
+    source: str
+    tensors: dict[str, Entry]
+    files: dict[str, int]  # size in bytes
+    config: str  # xxh3 of config.json
+    base: int | None = None  # delta: the version that the files apply to
+    stats: dict[str, float] = {}
+    digest: str = ""  # xxh3 of this manifest with an empty digest
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store opened for reading, or for writing as `attempt` of `run`. Build with `init` or `open_store`."""
+
+    root: str
+    run: str
+    attempt: int
+
+    @property
+    def fs(self) -> Any:
+        return fsspec.core.url_to_fs(self.root)[0]
+
+    @property
+    def path(self) -> str:
+        return str(fsspec.core.url_to_fs(self.root)[1]).rstrip("/")
+
+    @property
+    def local(self) -> bool:
+        return isinstance(self.fs, LocalFileSystem)
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def latest(self, view: str) -> Pointer | None:
+        """The view's pointer, or None before its first version. Raises StoreError if it is unreadable or foreign."""
+        raw = _read(self.fs, f"{self.path}/latest/{view}")
+        if raw is None:
+            return None
+        try:
+            pointer = msgspec.json.decode(raw, type=Pointer)
+        except msgspec.DecodeError as error:
+            raise StoreError(
+                f"store {self.root}: latest/{view} is damaged ({error}); rewind the run to restore it"
+            ) from error
+        if pointer.run != self.run:
+            raise StoreError(
+                f"store {self.root}: latest/{view} belongs to run {pointer.run}, not {self.run}; use another store"
+            )
+        return pointer
+
+    def manifest(self, view: str, version: int) -> Manifest | None:
+        """The manifest of a complete version of this run, or None: what has no valid manifest does not exist."""
+        raw = _read(self.fs, f"{self.directory(view, version)}/{MANIFEST}")
+        if raw is None:
+            return None
+        try:
+            manifest = msgspec.json.decode(raw, type=Manifest)
+        except msgspec.DecodeError:
+            return None
+        sealed = (manifest.view, manifest.version, manifest.run) == (view, version, self.run)
+        return manifest if sealed and manifest.digest == _digest(manifest) else None
+
+    def pointed(self, view: str, pointer: Pointer) -> Manifest:
+        """The manifest that `pointer` names. Raises StoreError if the store holds another or none."""
+        manifest = self.manifest(view, pointer.version)
+        if manifest is None or manifest.digest != pointer.manifest:
+            raise StoreError(
+                f"store {self.root}: {view} version {pointer.version} is missing or not the published one"
+            )
+        return manifest
+
+    def versions(self, view: str) -> list[int]:
+        """Versions that have a directory, complete or not, ascending."""
+        parent = f"{self.path}/updates/{view}"
+        if not self.fs.exists(parent):
+            return []
+        self.fs.invalidate_cache(parent)
+        matches = (_VERSION.search(name.rstrip("/")) for name in self.fs.ls(parent, detail=False))
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def directory(self, view: str, version: int) -> str:
+        return f"{self.path}/updates/{view}/weight_v{version:06d}"
+
+    def fetch(self, manifest: Manifest, into: Path) -> Path:
+        """A local directory with the version's files: the store's own if it is local, else a copy under `into`."""
+        source = self.directory(manifest.view, manifest.version)
+        if self.local:
+            return Path(source)
+        into.mkdir(parents=True, exist_ok=True)
+        for name in [*manifest.files, INDEX, "config.json"]:
+            target = into / name
+            if not (target.exists() and target.stat().st_size == manifest.files.get(name)):
+                self.fs.get_file(f"{source}/{name}", str(target))
+        return into
+
+    def read(self, view: str, version: int, into: Path | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a full version, mapped and verified. Raises StoreError, naming the tensor."""
+        manifest = self.manifest(view, version)
+        if manifest is None:
+            raise StoreError(f"store {self.root}: {view} has no complete version {version}")
+        directory = self.fetch(manifest, into or Path(self.path) / "fetched")
+        yield from read_tensors(directory, manifest, sorted(manifest.tensors))
+
+    # --- writing -------------------------------------------------------------------------------------------------
+
+    def writer(self, view: str, version: int, *, part: int = 0, source: str = "", base: int | None = None) -> Writer:
+        """A writer of one part of a version. Raises StoreError if this attempt no longer owns the store."""
+        self.check_fence()
+        if self.local:
+            os.makedirs(self.directory(view, version), exist_ok=True)
+        return Writer(self, view, version, part, source, base)
+
+    def publish(
+        self,
+        view: str,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        config: Mapping[str, Any],
+        *,
+        source: str = "",
+    ) -> Manifest:
+        """Write a version in one part, make it visible and point `latest` to it.
+
+        Raises StoreError if it would go backwards, the disk is too full, or the store belongs to another attempt.
+        """
+        writer = self.writer(view, version, source=source)
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        writer.close()
+        return self.seal(view, version, parts=1, config=config, source=source)
+
+    def parts(self, view: str, version: int, parts: int, source: str) -> list[Part] | None:
+        """The parts of a version as this attempt wrote them, or None while one is missing."""
+        found = []
+        for i in range(parts):
+            raw = _read(self.fs, f"{self.directory(view, version)}/{_part_name(self.attempt, i)}")
+            part = None if raw is None else msgspec.json.decode(raw, type=Part)
+            if part is None or (part.run, part.attempt, part.source) != (self.run, self.attempt, source):
+                return None
+            found.append(part)
+        return found
+
+    def seal(self, view: str, version: int, *, parts: int, config: Mapping[str, Any], source: str = "") -> Manifest:
+        """Join the parts into a version, write its manifest and advance the pointer. Idempotent."""
+        written = self.parts(view, version, parts, source)
+        if written is None:
+            raise StoreError(
+                f"store {self.root}: {view} version {version} lacks some of its {parts} parts; write them again"
+            )
+        if len({part.base for part in written}) != 1:
+            raise StoreError(f"{view} version {version}: its writers used different bases; write it again")
+        tensors: dict[str, Entry] = {}
+        for part in written:
+            for name, entry in part.tensors.items():
+                if tensors.setdefault(name, entry).xxh3 != entry.xxh3:
+                    raise StoreError(f"{view} version {version}: two writers disagree about tensor {name}")
+        directory = self.directory(view, version)
+        files = {name: int(self.fs.size(f"{directory}/{name}")) for name in sorted({e.file for e in tensors.values()})}
+        config_bytes = json.dumps(config, indent=2, sort_keys=True).encode()
+        index = {
+            "metadata": {"total_size": sum(entry.bytes for entry in tensors.values())},
+            "weight_map": {name: entry.file for name, entry in tensors.items()},
+        }
+        stats = {key: sum(part.stats[key] for part in written) for key in written[0].stats}
+        manifest = Manifest(
+            view,
+            version,
+            self.run,
+            self.attempt,
+            source,
+            tensors,
+            files,
+            checksum(config_bytes),
+            written[0].base,
+            stats,
+        )
+        manifest = msgspec.structs.replace(manifest, digest=_digest(manifest))
+        self.write(f"{directory}/config.json", config_bytes)
+        self.write(f"{directory}/{INDEX}", json.dumps(index).encode())
+        self.write(f"{directory}/{MANIFEST}", msgspec.json.encode(manifest))
+        self.point(view, Pointer(version, self.run, self.attempt, manifest.digest))
+        return manifest
+
+    def discard_parts(self, view: str, version: int) -> None:
+        """Remove what this attempt wrote into a version that an earlier one had completed."""
+        directory = self.directory(view, version)
+        for path in self.fs.ls(directory, detail=False):
+            if f"-a{self.attempt}-p" in path.rsplit("/", 1)[-1]:
+                self.fs.rm(path)
+
+    def point(self, view: str, pointer: Pointer) -> None:
+        """Advance the view's pointer. Raises StoreError if that would go backwards within the attempt."""
+        current = self.latest(view)
+        if current is not None and current.order > pointer.order:
+            raise StoreError(
+                f"store {self.root}: {view} is at version {current.version} (attempt {current.attempt}) and cannot go "
+                f"back to {pointer.version}; resume the run under a new attempt"
+            )
+        self.write(f"{self.path}/latest/{view}", msgspec.json.encode(pointer))
+
+    def rewind(self, version: int) -> Store:
+        """Start the next attempt at `version`: fence this one out, drop what is newer, point views at or below it.
+
+        Returns the store opened as the new attempt. A view without a complete version at or below `version` has no
+        pointer until one is published; its engines wait. Raises StoreError if a kept version's bytes are damaged.
+        """
+        store = Store(self.root, self.run, self.attempt + 1)
+        _write(self.fs, f"{self.path}/run.json", json.dumps({"run": self.run, "attempt": store.attempt}).encode())
+        for view in store.views():
+            kept = [v for v in store.versions(view) if v <= version]
+            newest = next((m for v in reversed(kept) if (m := store.manifest(view, v)) is not None), None)
+            if newest is not None:
+                store.verify(newest)
+                store.write(
+                    f"{self.path}/latest/{view}",
+                    msgspec.json.encode(Pointer(newest.version, self.run, store.attempt, newest.digest)),
+                )
+            else:
+                _remove(self.fs, f"{self.path}/latest/{view}")
+            for dropped in (v for v in store.versions(view) if v > version):
+                store.drop(view, dropped)
+        return store
+
+    def views(self) -> list[str]:
+        """Views that have versions or a pointer."""
+        found: set[str] = set()
+        for folder in ("updates", "latest"):
+            if self.fs.exists(f"{self.path}/{folder}"):
+                found |= {
+                    name.rstrip("/").rsplit("/", 1)[-1] for name in self.fs.ls(f"{self.path}/{folder}", detail=False)
+                }
+        return sorted(name for name in found if "." not in name)
+
+    def verify(self, manifest: Manifest) -> None:
+        """Read a local version's every byte. Raises StoreError, naming the tensor that differs."""
+        directory = Path(self.directory(manifest.view, manifest.version))
+        if self.local and manifest.base is None:
+            for _ in read_tensors(directory, manifest, sorted(manifest.tensors)):
+                pass
+
+    def prune(self, view: str, keep: int) -> list[int]:
+        """Drop all but the newest `keep` complete versions and the bases of their deltas. Returns what was dropped."""
+        pointer = self.latest(view)
+        if pointer is None:
+            return []
+        complete = [
+            m for v in self.versions(view) if v <= pointer.version and (m := self.manifest(view, v)) is not None
+        ]
+        kept = {m.version for m in complete[-keep:]} | {pointer.version}
+        needed = min(kept)
+        while (oldest := self.manifest(view, needed)) is not None and oldest.base is not None:
+            needed = oldest.base
+        dropped = [v for v in self.versions(view) if v < needed]
+        for version in dropped:
+            self.drop(view, version)
+        return dropped
+
+    def drop(self, view: str, version: int) -> None:
+        """Remove a version, its manifest first, so that it is never seen in part."""
+        directory = self.directory(view, version)
+        _remove(self.fs, f"{directory}/{MANIFEST}")
+        if self.fs.exists(directory):
+            self.fs.rm(directory, recursive=True)
+
+    def check_fence(self) -> None:
+        """Raise StoreError if another attempt or run has taken the store over."""
+        owner = _owner(self.fs, self.path, self.root)
+        if owner is not None and owner != (self.run, self.attempt):
+            raise StoreError(
+                f"store {self.root} now belongs to run {owner[0]} attempt {owner[1]}; this is run {self.run} attempt "
+                f"{self.attempt} and must stop writing"
+            )
+
+    def read_file(self, path: str) -> bytes | None:
+        return _read(self.fs, path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Replace a small file whole, if this attempt still owns the store."""
+        self.check_fence()
+        _write(self.fs, path, data)
+
+
+class Writer:
+    """Streams tensors of one part into safetensors files of bounded size."""
+
+    def __init__(self, store: Store, view: str, version: int, part: int, source: str, base: int | None) -> None:
+        self._store, self._part, self._source, self._base = store, part, source, base
+        self._directory = store.directory(view, version)
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = self._file = 0
+        self._tensors: dict[str, Entry] = {}
+        self.stats: dict[str, float] = {}
+
+    def add(self, name: str, tensor: Tensor, *, final: str | None = None) -> None:
+        """Append a tensor. `final`: xxh3 of the bytes that it will be once applied, where it travels as a delta."""
+        if name in self._tensors:
+            raise StoreError(f"tensor {name} was added twice to {self._directory}")
+        data = tensor.detach().cpu().contiguous()
+        if self._pending and self._pending_bytes + data.nbytes > FILE_BYTES:
+            self._flush()
+        self._tensors[name] = Entry(self._file_name(), data.nbytes, final or tensor_checksum(data))
+        self._pending[name] = data
+        self._pending_bytes += data.nbytes
+
+    def close(self) -> None:
+        """Complete the part. A writer that is not closed leaves nothing that anyone reads."""
+        if self._pending:
+            self._flush()
+        part = Part(self._store.run, self._store.attempt, self._source, self._base, self._tensors, self.stats)
+        self._store.write(
+            f"{self._directory}/{_part_name(self._store.attempt, self._part)}", msgspec.json.encode(part)
+        )
+
+    def _file_name(self) -> str:
+        return f"model-a{self._store.attempt}-p{self._part:03d}-{self._file:05d}.safetensors"
+
+    def _flush(self) -> None:
+        path = f"{self._directory}/{self._file_name()}"
+        if self._store.local:
+            _check_space(self._directory, self._pending_bytes)
+            temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+            try:
+                safetensors.torch.save_file(self._pending, temporary, metadata={"format": "pt"})
+                _sync(temporary)
+            except (OSError, safetensors.SafetensorError) as error:
+                Path(temporary).unlink(missing_ok=True)
+                raise StoreError(
+                    f"cannot write {path}: {error}; free some space or lower weights.keep_versions"
+                ) from error
+            os.replace(temporary, path)
+        else:
+            self._store.fs.pipe_file(path, safetensors.torch.save(self._pending, metadata={"format": "pt"}))
+        self._pending, self._pending_bytes, self._file = {}, 0, self._file + 1
+
+
+def init(root: str, run: str) -> Store:
+    """Open the store for writing, creating it for `run` if it is empty. Raises StoreError if it is another run's."""
+    fs, path = fsspec.core.url_to_fs(root)
+    path = str(path).rstrip("/")
+    owner = _owner(fs, path, root)
+    if owner is None:
+        owner = (run, 1)
+        _write(fs, f"{path}/run.json", json.dumps({"run": run, "attempt": 1}).encode())
+    if owner[0] != run:
+        raise StoreError(f"store {root} belongs to run {owner[0]}, not {run}; set weights.store to an empty place")
+    return Store(root, run, owner[1])
+
+
+def open_store(root: str, run: str) -> Store | None:
+    """Open the store as its present attempt, or None while nobody has initialised it. Raises StoreError if foreign."""
+    fs, path = fsspec.core.url_to_fs(root)
+    return init(root, run) if _owner(fs, str(path).rstrip("/"), root) is not None else None
+
+
+def read_tensors(directory: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """`names` of a full local version, mapped from its files and checked. Raises StoreError, naming the tensor."""
+    files: dict[str, Any] = {}
+    for name in names:
+        entry = manifest.tensors[name]
+        where = f"{manifest.view} version {manifest.version}, tensor {name}"
+        try:
+            if entry.file not in files:
+                files[entry.file] = safetensors.safe_open(directory / entry.file, framework="pt")
+            tensor = files[entry.file].get_tensor(name)
+        except (OSError, safetensors.SafetensorError, struct.error) as error:
+            raise StoreError(f"{where}: cannot read {entry.file} ({error})") from error
+        if tensor_checksum(tensor) != entry.xxh3:
+            raise StoreError(f"{where}: bytes differ from the manifest in {directory / entry.file}")
+        yield name, tensor
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """xxh3-128 of a contiguous CPU tensor's bytes, hex."""
+    return checksum(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else checksum(b"")
+
+
+def checksum(data: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _digest(manifest: Manifest) -> str:
+    return checksum(msgspec.json.encode(msgspec.structs.replace(manifest, digest="")))
+
+
+def _part_name(attempt: int, part: int) -> str:
+    return f"part-a{attempt}-p{part:03d}.json"
+
+
+def _owner(fs: Any, path: str, root: str) -> tuple[str, int] | None:
+    raw = _read(fs, f"{path}/run.json")
+    if raw is None:
+        return None
+    try:
+        owner = json.loads(raw)
+        return str(owner["run"]), int(owner["attempt"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"store {root}: run.json is damaged; write the run's id and attempt back into it") from error
+
+
+def _read(fs: Any, path: str) -> bytes | None:
+    try:
+        return fs.cat_file(path) if not isinstance(fs, LocalFileSystem) else Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _write(fs: Any, path: str, data: bytes) -> None:
+    """Replace a small file so that a reader, or a crash, sees the old bytes or the new ones."""
+    if not isinstance(fs, LocalFileSystem):
+        fs.pipe_file(path, data)
+        return
+    directory = os.path.dirname(path)
+    os.makedirs(directory, exist_ok=True)
+    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise StoreError(f"cannot write {path}: {error}; free some space or lower weights.keep_versions") from error
+    _sync(directory)
+
+
+def _remove(fs: Any, path: str) -> None:
+    if fs.exists(path):
+        fs.rm(path)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(directory: str, needed: int) -> None:
+    status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    if free < needed:
+        raise StoreError(
+            f"store {directory}: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed; "
+            "free some space or lower weights.keep_versions"
+        )
