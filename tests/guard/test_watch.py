@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import urllib.error
 from pathlib import Path
 
 import pytest
+from aiohttp.test_utils import TestServer
 from run_folder import write_run
 from traces import flat, grpo_mixed, ramp, run, sc_mixed
 
+from miles_mixprec.config import Fleet, Pool, Router
 from miles_mixprec.config import Guard as Thresholds
 from miles_mixprec.guard.collapse import judge
 from miles_mixprec.guard.signals import MetricsLog
-from miles_mixprec.guard.watch import check, decide
+from miles_mixprec.guard.watch import check, decide, drain_through
+from miles_mixprec.router.server import FLEET, build_app
 
 
 def collapse(n: int) -> float:
@@ -99,3 +105,31 @@ def test_a_quarantined_pool_stays_so_when_it_is_silent() -> None:
     for signals in trace[15:]:
         del signals.pools["b"]
     assert decide(judge(Thresholds(), trace), "quarantine").quarantined == ("b",)
+
+
+async def _drain_a_pool(token: str | None) -> tuple[bool, bool]:
+    config = Router(admin_token_env="DRAIN_TEST_TOKEN")
+    fleet = Fleet(
+        name="two",
+        model="m",
+        context_length=64,
+        pools={name: Pool(view=name, slots_per_engine=4) for name in ("bf16", "fp8")},
+    )
+    async with TestServer(build_app(config, fleet)) as server:
+        url = str(server.make_url("")).rstrip("/")
+        if token is not None:
+            os.environ["DRAIN_TEST_TOKEN"] = token
+        await asyncio.to_thread(drain_through(url, config), "fp8")
+        pools = server.app[FLEET].pools
+        return pools["bf16"].draining, pools["fp8"].draining
+
+
+def test_drains_through_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAIN_TEST_TOKEN", "secret")
+    assert asyncio.run(_drain_a_pool(None)) == (False, True)
+
+
+def test_a_router_that_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAIN_TEST_TOKEN", "secret")
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        asyncio.run(_drain_a_pool("another"))
