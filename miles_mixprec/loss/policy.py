@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dist_nn
 from torch import Tensor
 
 from miles_mixprec import miles
-from miles_mixprec.config import Algo, from_mapping
+from miles_mixprec.config import Algo, from_args
 from miles_mixprec.errors import ConfigError
 from miles_mixprec.loss import contracts, metrics
 from miles_mixprec.loss.contracts import Violation
@@ -96,7 +95,7 @@ _last_run: tuple[Any, Run] | None = None
 def _run(args: Namespace) -> Run:
     global _last_run
     if _last_run is None or _last_run[0] is not args.mixprec:
-        config = from_mapping(args.mixprec)
+        config = from_args(args)
         check_recipe(args, config.algo)
         contracts.check_policy(config.algo.contracts)
         _last_run = args.mixprec, Run(config.algo, {name: pool.view for name, pool in config.fleet.pools.items()})
@@ -252,7 +251,7 @@ class MicroBatch:
         local = values.new_zeros(self.scored.rows.size).index_put((tokens.place,), values)
         if self.scored is not self.reduced:
             full = local.new_zeros(int(self.starts[-1])).index_put((self._index(self.scored),), local)
-            local = dist_nn.all_reduce(full, group=self.cp.process_group)[self._index(self.reduced)]
+            local = _SumOverRanks.apply(full, self.cp.process_group)[self._index(self.reduced)]
         return local
 
     def rejections(self, run: Run, rejected: set[int]) -> dict[str, Tensor]:
@@ -271,8 +270,7 @@ class MicroBatch:
             return values
         full = values.new_zeros(int(self.starts[-1]), values.size(1))
         full[self._index(self.reduced)] = values
-        dist.all_reduce(full, group=self.cp.process_group)
-        return full[self._index(self.scored)]
+        return _summed(full, self.cp.process_group)[self._index(self.scored)]
 
     def _support(self, sample: np.ndarray, position: np.ndarray) -> tuple[Tensor, ...]:
         """(offsets, ids, log q) of the tokens' supports."""
@@ -378,6 +376,25 @@ class Tokens:
         member |= {f"view/{name}": [view == name for view in views] for name in run.views}
         table = torch.tensor(list(member.values()), dtype=torch.bool)[:, torch.from_numpy(self.sample)]
         return dict(zip(member, table.to(self.place.device), strict=True))
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce whose gradient is the all-reduced gradient: each rank's loss sees a part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    values = values.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(values, group=group)
+    return values
 
 
 def _misfit(
