@@ -104,7 +104,7 @@ def _versions(config: Config, run: Sequence[Signals]) -> Check:
         return Check(name, None, "needs two updates")
     return Check(
         name,
-        all(len(v) > 1 and v[0] < v[-1] == max(v) for v in newest.values()),
+        all(v and v[0] < v[-1] for v in newest.values()),
         ", ".join(f"{pool} {v[0]} to {v[-1]}" if v else f"{pool} no samples" for pool, v in newest.items()),
     )
 
