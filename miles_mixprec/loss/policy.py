@@ -382,7 +382,7 @@ class _SumOverRanks(torch.autograd.Function):
     """All-reduce whose gradient is the all-reduced gradient: each rank's loss sees a part of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _summed(values, group)
 
@@ -391,7 +391,7 @@ class _SumOverRanks(torch.autograd.Function):
         return _summed(grad, ctx.group), None
 
 
-def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _summed(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     values = values.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(values, group=group)
     return values
