@@ -48,7 +48,8 @@ class Verdict:
     update: int
     level: Level
     mode: str | None = None  # how it collapsed
-    reasons: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()  # that stand: kl, tail_ratio, grad_norm, format_errors, length, reward, "pool NAME"
+    reasons: tuple[str, ...] = ()  # the same in words and figures
     pools_to_quarantine: tuple[str, ...] = ()  # pools whose own KL grew while the others' did not
 
 
@@ -83,6 +84,7 @@ class Guard:
             update=now.update,
             level=Level.COLLAPSE if mode else Level.WARNING if standing else Level.HEALTHY,
             mode=mode,
+            signs=tuple(sign for sign in run | pools if sign in standing),
             reasons=tuple(
                 f"{_MEANING.get(sign, f'KL growth of {sign}')}: {value:.3g}, limit {limit:.3g}"
                 for sign, (value, limit) in (run | pools).items()

@@ -191,30 +191,30 @@ def run_plots(run: Run, marks: Mapping[str, int]) -> list[Plot]:
     return plots
 
 
-def comparison_plots(groups: Mapping[str, Sequence[Sequence[Signals]]]) -> list[Plot]:
+def comparison_plots(
+    groups: Mapping[str, Sequence[Sequence[Signals]]], curves: Sequence[Curve] = CURVES
+) -> list[Plot]:
     """Every curve with one line per group: the mean over its runs, and their range as a band."""
     plots = []
-    for curve in CURVES:
-        series = [s for label, runs in groups.items() if (s := group_series(label, runs, curve.value))]
-        if series:
+    for curve in curves:
+        lines = [
+            group_series(label, [{s.update: curve.value(s) for s in run} for run in runs])
+            for label, runs in groups.items()
+        ]
+        if series := [line for line in lines if line.x]:
             plots.append(Plot(curve.title, curve.note, line_plot(series, log=curve.log, percent=curve.percent)))
     return plots
 
 
-def group_series(
-    label: str, runs: Sequence[Sequence[Signals]], value: Callable[[Signals], float | None]
-) -> Series | None:
-    """Mean and range over `runs` at each update; None where no run has the signal."""
+def group_series(label: str, runs: Sequence[Mapping[int, float | None]]) -> Series:
+    """Mean and range over `runs`, each update -> value, at every update that some run has."""
     by_update: dict[int, list[float]] = {}
     for run in runs:
-        for signals in run:
-            if (v := value(signals)) is not None:
-                by_update.setdefault(signals.update, []).append(v)
-    if not by_update:
-        return None
+        for update, value in run.items():
+            if value is not None:
+                by_update.setdefault(update, []).append(value)
     at = sorted(by_update)
-    low, high = ([f(by_update[n]) for n in at] for f in (min, max))
-    mean = [fmean(by_update[n]) for n in at]
+    mean, low, high = ([f(by_update[n]) for n in at] for f in (fmean, min, max))
     return Series(label, at, mean, low, high) if len(runs) > 1 else Series(label, at, mean)
 
 
