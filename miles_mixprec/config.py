@@ -18,7 +18,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from miles_mixprec.errors import ConfigError
@@ -61,14 +61,15 @@ class Pool:
 
 @dataclass
 class Modal:
-    """Provider "modal": where engines run and how they reach the rest of the run."""
+    """Provider "modal": the containers of the engines and, unless `router_url` is given, of the router."""
 
-    image: str = "lmsysorg/sglang:v0.5.23"  # container image with SGLang
-    packages: list[str] = field(default_factory=lambda: ["miles-mixprec"])  # pip requirements on top of it
-    router_url: str = ""  # as engines reach it
-    secrets: list[str] = field(default_factory=list)  # names of Modal secrets, e.g. the router's admin token
-    volumes: dict[str, str] = field(default_factory=dict)  # mount path -> Modal volume, the weight store among them
+    image: str = "lmsysorg/sglang:v0.5.23"  # with SGLang and a CUDA for every accelerator of the fleet
+    packages: str = "hydra-core rich aiohttp uvloop prometheus-client safetensors fsspec xxhash zstandard msgspec scipy"
+    router_url: str = ""  # a router that runs elsewhere, as the engines reach it
+    private: bool = True  # engines on Modal's private network, in one region; False: each on a public TLS tunnel
     region: str | None = None
+    secrets: list[str] = field(default_factory=list)  # names of Modal secrets; the router's tokens among them
+    volumes: dict[str, str] = field(default_factory=dict)  # mount path -> Modal volume; the weight store among them
     startup_timeout_s: int = 1800
     ephemeral_disk_gib: int = 512
     memory_limit_gib: int = 512
@@ -202,8 +203,7 @@ def load(name: str, overrides: Sequence[str] = (), *, conf_dir: Path = CONF_DIR)
     Raises ConfigError, one line, for unknown keys, wrong types, values left out, and combinations that cannot work.
     """
     try:
-        with initialize_config_dir(config_dir=str(conf_dir.resolve()), version_base="1.3"):
-            tree = compose(config_name=name, overrides=list(overrides))
+        tree = _compose(name, overrides, conf_dir)
         return validate(OmegaConf.to_object(tree))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
@@ -212,14 +212,20 @@ def load(name: str, overrides: Sequence[str] = (), *, conf_dir: Path = CONF_DIR)
 def load_fleet(overrides: Sequence[str] = (), *, name: str = "config", conf_dir: Path = CONF_DIR) -> Fleet:
     """The validated fleet alone, for commands that need no run: `load_fleet(["fleet=article_mixed"])`."""
     try:
-        with initialize_config_dir(config_dir=str(conf_dir.resolve()), version_base="1.3"):
-            fleet = OmegaConf.to_object(compose(config_name=name, overrides=list(overrides)).fleet)
+        fleet = OmegaConf.to_object(_compose(name, overrides, conf_dir).fleet)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
     assert isinstance(fleet, Fleet)
     _require_values(fleet, "fleet.")
     _check_fleet(fleet)
     return fleet
+
+
+def _compose(name: str, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
+    """A configuration of any directory; the shipped fleets and arms are found from everywhere."""
+    shipped = f"hydra.searchpath=[file://{CONF_DIR}]"
+    with initialize_config_dir(config_dir=str(conf_dir.resolve()), version_base="1.3"):
+        return compose(config_name=name, overrides=[shipped, *overrides])
 
 
 def from_mapping(values: Mapping[str, Any]) -> Config:

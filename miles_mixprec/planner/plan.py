@@ -78,8 +78,8 @@ def anchor_of(result: Mapping[str, Any], latency_s: float) -> Anchor:
     if not within:
         first = points[0]
         raise ConfigError(
-            f"pool {result['pool']}: p90 turn latency is {first['p90_s']:.1f} s at {first['sessions']} sessions already, "
-            f"above the bound of {latency_s:g} s; raise the bound or leave the pool out"
+            f"pool {result['pool']}: p90 turn latency is {first['p90_s']:.1f} s at {first['sessions']} sessions "
+            f"already, above the bound of {latency_s:g} s; raise the bound or leave the pool out"
         )
     last = points[within[-1]]
     sessions, turns = float(last["sessions"]), float(last["turns_per_hour"])

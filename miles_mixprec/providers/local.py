@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from miles_mixprec.config import Fleet
 from miles_mixprec.errors import EngineError
-from miles_mixprec.fleet.arguments import engine_environment, known_arguments, sglang_arguments
-from miles_mixprec.providers.base import Engine, Health, responds
-from miles_mixprec.providers.process import EngineProcess, free_port
+from miles_mixprec.providers.base import Engine, Health
+from miles_mixprec.providers.engine import SGLANG, process_health, start_engine
+from miles_mixprec.providers.process import EngineProcess
 
 
 class LocalProvider:
@@ -27,6 +26,7 @@ class LocalProvider:
         run_dir: str | Path,
         *,
         python: str = sys.executable,
+        server: Sequence[str] = SGLANG,
         extra_env: Mapping[str, str] | None = None,
         models: Mapping[str, str] | None = None,
         host: str = "127.0.0.1",
@@ -35,7 +35,8 @@ class LocalProvider:
         self.fleet = fleet
         self.logs = Path(run_dir) / "logs"
         self.python = python
-        self.env = {**os.environ, **(extra_env or {})}
+        self.server = server
+        self.env = dict(extra_env or {})
         self.models = dict(models or {})
         self.host = host
         self.grace_s = grace_s
@@ -51,11 +52,7 @@ class LocalProvider:
 
     def resize(self, pool: str, engines: int) -> Sequence[Engine]:
         current = [engine for engine in self.list() if engine.pool == pool]
-        surplus = [self._running.pop(engine.name)[1] for engine in current[engines:]]
-        for process in surplus:
-            process.terminate()
-        for process in surplus:
-            process.stop()
+        _stop_all([self._running.pop(engine.name)[1] for engine in current[engines:]])
         for index in sorted(set(range(engines)) - {engine.index for engine in current}):
             self._start(pool, index)
         return [engine for engine in self.list() if engine.pool == pool]
@@ -69,10 +66,7 @@ class LocalProvider:
     def stop(self) -> None:
         processes = [process for _, process in self._running.values()]
         self._running.clear()
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.stop()
+        _stop_all(processes)
 
     def address(self, name: str) -> str:
         url = self._known(name)[0].url
@@ -80,38 +74,31 @@ class LocalProvider:
         return url
 
     def health(self, name: str) -> Health:
-        engine, process = self._known(name)
-        if process.returncode is not None:
-            return Health(
-                "failed",
-                f"pool {engine.pool}: engine {name} exited with status {process.returncode}: {process.cause()}; "
-                f"see {process.log}, then correct fleet.pools.{engine.pool} (sglang, env) or the engines' Python",
-            )
-        return Health("ready") if responds(self.address(name)) else Health("starting", process.cause())
+        return process_health(*self._known(name))
 
     def log(self, name: str) -> Path:
         return self._known(name)[1].log
 
     def _start(self, pool_name: str, index: int) -> Engine:
         pool = self.fleet.pools[pool_name]
-        env = self.env | engine_environment(pool)
-        port = free_port(self.host)
-        engine = Engine(pool_name, index, f"http://{self.host}:{port}")
+        name = f"{pool_name}/{index}"
+        env = dict(self.env)
         if pool.accelerator != "cpu":
-            devices = self._assign_devices(engine.name, pool.accelerators_per_engine)
+            devices = self._assign_devices(name, pool.accelerators_per_engine)
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-        arguments = sglang_arguments(
+        self._running[name] = start_engine(
             self.fleet,
-            pool,
-            model_path=self.models.get(pool.view, self.fleet.model),
-            port=port,
+            pool_name,
+            index,
+            logs=self.logs,
             host=self.host,
-            known=known_arguments(self.python, env) if pool.sglang else None,
+            model_path=self.models.get(pool.view),
+            python=self.python,
+            server=self.server,
+            extra_env=env,
+            grace_s=self.grace_s,
         )
-        command = [self.python, "-m", "sglang.launch_server", *arguments]
-        log = self.logs / f"engine-{pool_name}-{index}.log"
-        self._running[engine.name] = (engine, EngineProcess(command, env=env, log=log, grace_s=self.grace_s))
-        return engine
+        return self._running[name][0]
 
     def _assign_devices(self, name: str, count: int) -> tuple[int, ...]:
         """The lowest devices that no running engine holds."""
@@ -122,7 +109,13 @@ class LocalProvider:
 
     def _known(self, name: str) -> tuple[Engine, EngineProcess]:
         if name not in self._running:
-            raise EngineError(
-                f"engine {name}: not started by this provider; it has {', '.join(self._running) or 'none'}"
-            )
+            known = ", ".join(self._running) or "none"
+            raise EngineError(f"engine {name}: not started by this provider, which has {known}")
         return self._running[name]
+
+
+def _stop_all(processes: Sequence[EngineProcess]) -> None:
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.stop()
