@@ -100,7 +100,8 @@ def check_head(
         return findings
     valid = head_ids >= 0
     order = head_ids.sort(dim=1).values
-    twice = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] >= 0)
+    twice = torch.zeros_like(order, dtype=torch.bool)
+    twice[:, 1:] = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] >= 0)
     bad_id = (head_ids >= vocab_size) | (head_ids < -1)
     bad_log_q = valid & ~_is_log_prob(head_log_q)
     mass = head_log_q.where(valid, -torch.inf).exp().sum(dim=1)
@@ -109,7 +110,7 @@ def check_head(
     return [
         *findings,
         Finding("head_id", bad_id.any(dim=1), _first(head_ids, bad_id)),
-        Finding("head_duplicate", twice.any(dim=1), _first(order[:, 1:], twice)),
+        Finding("head_duplicate", twice.any(dim=1), _first(order, twice)),
         Finding("head_log_q", bad_log_q.any(dim=1), _first(head_log_q, bad_log_q)),
         Finding("head_mass", mass > 1 + MASS_TOLERANCE, mass),
         Finding("head_empty", ~valid.any(dim=1), valid.sum(dim=1)),
