@@ -31,7 +31,7 @@ _REPLICA = "replica.json"
 
 
 def add_delta(writer: Writer, name: str, new: Tensor, base: Path, manifest: Manifest) -> None:
-    """Append what changed in tensor `name` since `manifest`, whose full files lie in `base`; count it in `writer.stats`.
+    """Append what changed in tensor `name` since `manifest`, whose full files lie in `base`; count it in the stats.
 
     Raises StoreError if the tensor is not in the base or has another size there.
     """
@@ -92,7 +92,7 @@ def apply_delta(base: Path, base_manifest: Manifest, delta: Path, manifest: Mani
             _xor(file.bytes_of(name), _wire(delta, manifest, name))
             if checksum(file.bytes_of(name)) != manifest.tensors[name].xxh3:
                 raise StoreError(
-                    f"{manifest.view} version {manifest.version}, tensor {name}: the delta does not give what was published"
+                    f"{manifest.view} version {manifest.version}: the delta of {name} does not give what was published"
                 )
     shutil.copyfile(base / INDEX, into / INDEX)
     shutil.copyfile(delta / "config.json", into / "config.json")
@@ -179,7 +179,11 @@ def _forget_older(scratch: Path, keep: int) -> None:
 
 
 def _wire(directory: Path, manifest: Manifest, name: str) -> bytes:
-    return _TensorFile(directory / manifest.tensors[name].file).bytes_of(name).tobytes()
+    file = directory / manifest.tensors[name].file
+    try:
+        return _TensorFile(file).bytes_of(name).tobytes()
+    except (OSError, ValueError, KeyError) as error:
+        raise StoreError(f"{manifest.view} version {manifest.version}, tensor {name}: cannot read {file}") from error
 
 
 def _xor(target: np.ndarray, wire: bytes) -> None:

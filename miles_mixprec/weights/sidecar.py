@@ -121,7 +121,7 @@ class Sidecar:
         while True:
             try:
                 await self.step()
-            except (StoreError, EngineError, aiohttp.ClientError, TimeoutError) as error:
+            except (StoreError, EngineError, aiohttp.ClientError, asyncio.TimeoutError) as error:
                 logger.warning("%s: %s", self.engine.name, " ".join(str(error).split()) or type(error).__name__)
             await asyncio.sleep(self._config.weights.poll_s)
 
@@ -131,50 +131,52 @@ class Sidecar:
         pointer = None if store is None else await asyncio.to_thread(store.latest, self.engine.view)
         try:
             served = await self._served()
-        except (EngineError, aiohttp.ClientError, TimeoutError):
-            await self._register("updating", self._serving.version if self._serving else -1)
+        except (EngineError, aiohttp.ClientError, asyncio.TimeoutError):
+            await self._register("updating", None)
             raise
+        if self._serving is not None and served != str(self._serving.version):
+            self._serve(None)  # restarted, or loaded by someone else
         if store is None or pointer is None:
-            await self._register(*(("serving", 0) if served in _INITIAL else ("updating", _number(served))))
+            await self._register(*(("serving", 0) if served in _INITIAL else ("updating", None)))
             return
-        await self._announce(pointer)
-        if self._serving is not None and self._serving.order > pointer.order:
+        now = self._serving
+        if now is not None and now.order > pointer.order:
             raise StoreError(
-                f"latest/{self.engine.view} went back from version {self._serving.version} to {pointer.version} in "
+                f"latest/{self.engine.view} went back from version {now.version} to {pointer.version} in "
                 f"attempt {pointer.attempt}; keeping the newer one"
             )
-        if self._serving is not None and (self._serving.manifest, served) == (pointer.manifest, str(pointer.version)):
+        if now is not None and now.manifest == pointer.manifest:
             self._serve(pointer)
+            await self._announce(pointer)
             await self._register("serving", pointer.version)
             return
-        await self._apply(store, pointer, _number(served))
+        if now is None or now.attempt != pointer.attempt:  # unknown weights, or weights of an attempt that ended
+            self._serve(None)
+            await self._register("updating", None)
+        await self._announce(pointer)
+        await self._apply(store, pointer)
 
-    async def _apply(self, store: Store, pointer: Pointer, served: int) -> None:
+    async def _apply(self, store: Store, pointer: Pointer) -> None:
         directory = await self._stager.directory(store, self.engine.view, pointer, self.engine.execution)
         self._serve(None)
-        await self._register("updating", served)
+        await self._register("updating", None)
         started = time.monotonic()
-        await self._post(
-            "/pause_generation", {"mode": "retract"}
-        )  # an in-place pause does not survive a load from disk
+        await self._post("/pause_generation", {"mode": "retract"})  # SGLang cannot load from disk in an in-place pause
         await self._post(
             "/update_weights_from_disk",
             {"model_path": str(directory), "weight_version": str(pointer.version), "flush_cache": True},
             timeout_s=LOAD_TIMEOUT_S,
         )
-        if (served_now := await self._served()) != str(pointer.version):
-            raise EngineError(
-                f"engine {self.engine.name} reports version {served_now} after loading {pointer.version}"
-            )
+        if (served := await self._served()) != str(pointer.version):
+            raise EngineError(f"engine {self.engine.name} reports version {served} after loading {pointer.version}")
         now = await asyncio.to_thread(open_store, store.root, store.run)
         if now is None or now.attempt != pointer.attempt:
             raise StoreError("the run was resumed meanwhile; loading its version instead")  # the engine stays paused
         await self._post("/continue_generation", {})
         self._serve(pointer)
         await self._register("serving", pointer.version)
-        logger.info(
-            "%s serves %d after a pause of %.3f s", self.engine.name, pointer.version, time.monotonic() - started
-        )
+        pause = time.monotonic() - started
+        logger.info("%s serves version %d after a pause of %.3f s", self.engine.name, pointer.version, pause)
 
     async def _served(self) -> str:
         async with self._http.get(f"{self.engine.url}/model_info", timeout=_timeout(CALL_TIMEOUT_S)) as reply:
@@ -194,7 +196,7 @@ class Sidecar:
             await self._tell("PUT", f"/views/{self.engine.view}", body)
             self._announced = pointer.order
 
-    async def _register(self, state: str, version: int) -> None:
+    async def _register(self, state: str, version: int | None) -> None:
         engine = self.engine
         body = {
             "url": engine.url,
@@ -237,10 +239,6 @@ class Sidecar:
             return msgspec.json.decode(self._record.read_bytes(), type=Pointer)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
-
-
-def _number(served: str) -> int:
-    return int(served) if served.isdecimal() else 0 if served in _INITIAL else -1
 
 
 def _timeout(seconds: float) -> aiohttp.ClientTimeout:
