@@ -1,4 +1,8 @@
-"""Sampler data as the trainer's batch carries it: numpy only, one entry per sample, aligned to the whole response."""
+"""Sampler data as the house passes it on: numpy only, aligned to the whole response of one sample.
+
+R is the number of response tokens. Rows of tool and observation tokens are empty: -1 and -inf in dense arrays, no members
+in ragged ones.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,7 @@ import numpy as np
 class Support:
     """The tokens that top-p/top-k kept, one ragged row per response token.
 
-    Row r is `ids[offsets[r]:offsets[r + 1]]`. Rows of tool and observation tokens are empty. `log_probs` are
-    temperature-scaled and normalised on the row.
+    Row r is `ids[offsets[r]:offsets[r + 1]]`. `log_probs` are temperature-scaled and normalised on the row.
     """
 
     offsets: np.ndarray  # int64 [R + 1]
@@ -28,3 +31,36 @@ class Source:
     view: str
     weight_versions: np.ndarray  # int32 [R], -1 on observation tokens
     temperature: float
+
+
+@dataclass(frozen=True)
+class SamplerRecord:
+    """Everything that the sampler recorded about one trajectory."""
+
+    pool: str
+    view: str
+    engines: list[str]  # one per turn
+    turn_offsets: np.ndarray  # int32 [turns + 1], response offsets at which turns start
+    weight_versions: np.ndarray  # int32 [R], -1 on observation tokens
+    topk_token_ids: np.ndarray | None  # int32 [R, k], most likely first
+    topk_log_probs: np.ndarray | None  # float32 [R, k], at the sampling temperature, before any filter
+    support: Support | None
+    temperature: float
+    top_p: float
+    top_k: int
+
+    @property
+    def source(self) -> Source:
+        return Source(self.pool, self.view, self.weight_versions, self.temperature)
+
+    def attribution(self) -> list[dict[str, str | int]]:
+        """`{pool, engine, view, weight_version}` of every turn; the version is that of the turn's first token."""
+        return [
+            {
+                "pool": self.pool,
+                "engine": engine,
+                "view": self.view,
+                "weight_version": int(self.weight_versions[start]) if start < len(self.weight_versions) else -1,
+            }
+            for engine, start in zip(self.engines, self.turn_offsets, strict=False)
+        ]

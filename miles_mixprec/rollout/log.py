@@ -1,0 +1,102 @@
+"""What Miles' log hooks write into the run log."""
+
+from __future__ import annotations
+
+import math
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from miles_mixprec.config import from_args
+from miles_mixprec.guard.signals import MetricsLog, PoolRollout, RolloutLine, TrainLine
+from miles_mixprec.rollout.generate import RECORD
+from miles_mixprec.rollout.record import SamplerRecord
+
+_PREFIX = "train/"
+
+
+def log_rollout(rollout_id: int, args: Namespace, samples: list[Any], extra_metrics: Any, rollout_time: float) -> bool:
+    """Miles' `--custom-rollout-log-function-path`: one rollout line; Miles' own logging goes on (returns False)."""
+    config = from_args(args)
+    by_pool: dict[str, list[Any]] = {name: [] for name in config.fleet.pools}
+    for sample in samples:
+        by_pool[_record(sample).pool].append(sample)
+    dropped = {key.rpartition("/")[2]: int(n) for key, n in (extra_metrics or {}).items() if "dropped_groups" in key}
+    MetricsLog(config.run_dir).append(
+        RolloutLine(
+            update=rollout_id,
+            time=time.time(),
+            reward=_mean([sample.reward for sample in samples]),
+            samples=len(samples),
+            format_errors=sum(_note(sample, "ended_on_format_error") for sample in samples),
+            length_capped=sum(_note(sample, "length_capped") for sample in samples),
+            response_tokens=_mean([sample.response_length for sample in samples]),
+            per_pool={
+                pool: _pool_line(members, rollout_id, dropped.get(pool, 0))
+                for pool, members in by_pool.items()
+                if members or dropped.get(pool)
+            },
+        )
+    )
+    return False
+
+
+def _pool_line(samples: list[Any], update: int, dropped: int) -> PoolRollout:
+    versions = np.concatenate([_record(s).weight_versions for s in samples]) if samples else np.array([], np.int32)
+    sampled = versions[versions >= 0]
+    return PoolRollout(
+        samples=len(samples),
+        tokens=int(sampled.size),
+        reward=_mean([sample.reward for sample in samples]),
+        turns=sum(len(_record(sample).engines) for sample in samples),
+        aborted=dropped,
+        format_errors=sum(_note(sample, "ended_on_format_error") for sample in samples),
+        staleness=_mean([update - _record(s).weight_versions[_record(s).weight_versions >= 0].mean() for s in samples]),
+        versions=(int(sampled.min()), int(sampled.max())) if sampled.size else (-1, -1),
+    )
+
+
+def _record(sample: Any) -> SamplerRecord:
+    return vars(sample)[RECORD]  # type: ignore[no-any-return]
+
+
+def _note(sample: Any, key: str) -> int:
+    return int(sample.metadata["mixprec"][key])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+class TrainLog:
+    """Takes what the trainer logs and writes one train line per update."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.log, self.last = MetricsLog(run_dir), time.time()
+
+    def __call__(self, metrics: dict[str, Any]) -> None:
+        if "train/step" not in metrics:
+            return
+        now = time.time()
+        self.log.append(
+            TrainLine(
+                update=int(metrics["train/step"]),
+                time=now,
+                seconds=now - self.last,
+                grad_norm=_finite(metrics.get("train/grad_norm")),
+                metrics={
+                    key.removeprefix(_PREFIX): _finite(value)
+                    for key, value in metrics.items()
+                    if key.startswith(_PREFIX + "mixprec/")
+                },
+            )
+        )
+        self.last = now
+
+
+def _finite(value: Any) -> float | None:
+    number = math.nan if value is None else float(value)
+    return number if math.isfinite(number) else None
