@@ -1,0 +1,338 @@
+"""Checks of a target before a run: Miles, the engines over HTTP, agreement of the pools, store, clocks, prices.
+
+Log-prob parity: the reference pool samples continuations at temperature 1; every engine then scores the same tokens.
+With d = log p_engine - log p_sampler over sampled tokens, E[exp(d) - 1 - d] >= 0 estimates KL(sampler || engine)
+(estimator k3 of http://joschu.net/blog/kl-approx.html). The reference scores its own tokens too, which shows what
+prefill and decode kernels alone differ by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import date, datetime, timezone
+from email.utils import parsedate_to_datetime
+from statistics import fmean
+from typing import Any, Literal
+
+import aiohttp
+import fsspec
+
+from miles_mixprec import miles
+from miles_mixprec.config import Algo, Config, Pool
+from miles_mixprec.errors import EngineError, MixprecError
+from miles_mixprec.fleet.accelerators import PRICES_AS_OF
+from miles_mixprec.fleet.compatibility import check as compatibility
+
+Status = Literal["ok", "warning", "failed"]
+MAX_SKEW_S = 2.0  # HTTP dates have whole seconds
+MAX_PRICE_AGE_DAYS = 90
+PROMPTS, PROMPT_TOKENS, SAMPLED_TOKENS = 8, 32, 64
+
+
+@dataclass(frozen=True)
+class Check:
+    subject: str  # miles, store, prices, a pool, or an engine
+    name: str
+    status: Status
+    detail: str
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Agreement of one engine with the reference pool's own log-probs, in nats, over `tokens` sampled tokens."""
+
+    engine: str
+    accelerator: str
+    attention: str
+    moe: str
+    kv_cache: str
+    view: str
+    execution: str
+    tokens: int
+    kl: float
+    mean_abs: float
+    p99_abs: float
+    max_abs: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    checks: list[Check]
+    parity: list[Parity]
+
+    @property
+    def failed(self) -> bool:
+        return any(check.status == "failed" for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"failed": self.failed} | asdict(self)
+
+
+async def diagnose(
+    config: Config,
+    engines: Mapping[str, str],
+    *,
+    router_url: str | None = None,
+    reference: str | None = None,
+    max_kl: float = 0.05,
+    token_range: tuple[int, int] = (1000, 20000),
+    seed: int = 0,
+    today: date | None = None,
+) -> Diagnosis:
+    """Run every check. `engines` maps `<pool>/<index>` to URLs; `reference` is a pool (default: the first one's).
+
+    A pool whose KL against the reference exceeds `max_kl` fails. Prompts are random tokens of `token_range`.
+    """
+    checks = [check_miles(), check_store(config.weights.store), *check_prices(config, today or date.today())]
+    for finding in compatibility(config.fleet):
+        checks.append(Check(finding.pool, "compatibility", "warning", finding.message))
+    rng = random.Random(seed)
+    prompts = [rng.choices(range(*token_range), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
+    parity: list[Parity] = []
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        described: dict[str, dict[str, Any]] = {}
+        for name, url in engines.items():
+            with _failing(checks, name, "reachable"):
+                described[name] = await _get(http, f"{url}/server_info")
+                checks.append(
+                    Check(name, "reachable", "ok", f"SGLang {described[name].get('version', 'of unknown version')}")
+                )
+                checks += await check_engine(http, name, url, config.algo, prompts[0])
+        if router_url is not None:
+            with _failing(checks, "router", "reachable"):
+                checks.append(await check_router(http, router_url, config.algo, prompts[0]))
+        if described:
+            wanted = reference or next(iter(described)).split("/")[0]
+            with _failing(checks, wanted, "parity"):
+                parity = await compare(
+                    http, config, {name: engines[name] for name in described}, described, wanted, prompts
+                )
+    for row in parity:
+        status: Status = "ok" if row.kl <= max_kl else "failed"
+        sizes = f"mean |d| {row.mean_abs:.1e}, p99 {row.p99_abs:.1e}, max {row.max_abs:.1e}"
+        checks.append(Check(row.engine, "log-prob parity", status, f"KL {row.kl:.2e} to the reference, {sizes}"))
+    return Diagnosis(checks, parity)
+
+
+def check_miles() -> Check:
+    """The importable Miles and which of its features it brings itself."""
+    try:
+        found = miles.features()
+    except MixprecError as error:
+        return Check("miles", "version", "failed", str(error))
+    native = [name.removeprefix("native_") for name, value in asdict(found).items() if value is True]
+    return Check(
+        "miles", "version", "ok", f"{found.generation} at {found.location}; has {', '.join(native) or 'none'}"
+    )
+
+
+def check_store(root: str) -> Check:
+    """Write, read back and delete a file in the weight store."""
+    data, name = os.urandom(1 << 20), f".doctor-{uuid.uuid4().hex}"
+    started = time.monotonic()
+    try:
+        fs, path = fsspec.core.url_to_fs(root)
+        fs.makedirs(path, exist_ok=True)
+        fs.pipe_file(f"{path}/{name}", data)
+        same = fs.cat_file(f"{path}/{name}") == data
+        fs.rm_file(f"{path}/{name}")
+    except (OSError, ImportError, ValueError) as error:
+        return Check("store", "write and read", "failed", f"{root}: {error}; correct weights.store or its permissions")
+    took = time.monotonic() - started
+    return Check(
+        "store", "write and read", "ok" if same else "failed", f"{root}: 1 MiB there and back in {took:.2f} s"
+    )
+
+
+def check_prices(config: Config, today: date) -> Iterator[Check]:
+    """Whether some pool relies on list prices that are old."""
+    listed = [
+        name for name, pool in config.fleet.pools.items() if pool.hourly_price is None and pool.accelerator != "cpu"
+    ]
+    age = (today - PRICES_AS_OF).days
+    if listed:
+        status: Status = "warning" if age > MAX_PRICE_AGE_DAYS else "ok"
+        advice = "; set hourly_price for current ones" if status == "warning" else ""
+        yield Check(
+            "prices", "age", status, f"list prices of {PRICES_AS_OF} ({age} days old) for {', '.join(listed)}{advice}"
+        )
+
+
+async def check_engine(
+    http: aiohttp.ClientSession, name: str, url: str, algo: Algo, prompt: Sequence[int]
+) -> list[Check]:
+    """Versions, log-prob temperature, recorded head and support, clock of one engine."""
+    head = max(algo.head, 8)
+    hot = await _generate(http, url, prompt, 1, temperature=1.0, top=head)
+    cold = await _generate(http, url, prompt, 1, temperature=0.5, top=head)
+    checks = [_version(name, hot), _scaled(name, hot, cold), await _clock(http, name, url)]
+    if algo.head:
+        count = len(hot["output_top_logprobs"][0])
+        status: Status = "ok" if count == algo.head else "failed"
+        checks.append(Check(name, "head", status, f"{count} of algo.head={algo.head} candidates per token"))
+    if algo.support:
+        meta = await _generate(http, url, prompt, 4, temperature=algo.temperature, algo=algo)
+        checks.append(_support(name, meta))
+    return checks
+
+
+async def check_router(http: aiohttp.ClientSession, url: str, algo: Algo, prompt: Sequence[int]) -> Check:
+    """Whether the router passes on what the rollout needs, and says where a turn ran."""
+    body = _request(prompt, 2, temperature=algo.temperature, top=algo.head, algo=algo)
+    headers = {"X-SMG-Routing-Key": f"doctor-{uuid.uuid4().hex}"}
+    async with http.post(f"{url}/generate", json=body, headers=headers) as reply:
+        reply.raise_for_status()
+        meta, source = (await reply.json())["meta_info"], reply.headers
+    wanted = ["output_token_logprobs", "weight_version"]
+    wanted += ["output_top_logprobs"] if algo.head else []
+    wanted += ["output_token_sampling_mask", "output_token_sampling_logprobs"] if algo.support else []
+    lost = [key for key in wanted if key not in meta]
+    lost += [key for key in ("X-Mixprec-Pool", "X-Mixprec-Engine", "X-Mixprec-View") if key not in source]
+    if lost:
+        return Check("router", "pass-through", "failed", f"lost {', '.join(lost)}; use the router of this package")
+    return Check("router", "pass-through", "ok", f"all fields, from {source['X-Mixprec-Engine']}")
+
+
+async def compare(
+    http: aiohttp.ClientSession,
+    config: Config,
+    engines: Mapping[str, str],
+    described: Mapping[str, Mapping[str, Any]],
+    reference: str,
+    prompts: Sequence[Sequence[int]],
+) -> list[Parity]:
+    """Log-prob parity of every engine with the first engine of pool `reference`."""
+    chosen = next((name for name in engines if name.split("/")[0] == reference), None)
+    if chosen is None:
+        raise EngineError(f"pool {reference}: no engine to compare with; name one of the pools that have engines")
+    replies = await asyncio.gather(
+        *(_reply(http, engines[chosen], _request(prompt, SAMPLED_TOKENS, temperature=1.0)) for prompt in prompts)
+    )
+    sampled = [[entry[0] for entry in reply["meta_info"]["output_token_logprobs"]] for reply in replies]
+    texts = [[*prompt, *reply["output_ids"]] for prompt, reply in zip(prompts, replies, strict=True)]
+    rows = []
+    for name, url in engines.items():
+        scores = await asyncio.gather(*(_score(http, url, text, PROMPT_TOKENS) for text in texts))
+        differences = [
+            a - b for mine, theirs in zip(scores, sampled, strict=True) for a, b in zip(mine, theirs, strict=True)
+        ]
+        rows.append(_parity(name, config.fleet.pools[name.split("/")[0]], described[name], differences))
+    return rows
+
+
+def _parity(name: str, pool: Pool, info: Mapping[str, Any], differences: Sequence[float]) -> Parity:
+    sizes = sorted(map(abs, differences))
+    return Parity(
+        engine=name,
+        accelerator=pool.accelerator,
+        attention=str(info.get("attention_backend")),
+        moe=str(info.get("moe_runner_backend")),
+        kv_cache=str(info.get("kv_cache_dtype")),
+        view=pool.view,
+        execution=pool.execution,
+        tokens=len(differences),
+        kl=fmean(math.expm1(d) - d for d in differences),
+        mean_abs=fmean(sizes),
+        p99_abs=sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))],
+        max_abs=sizes[-1],
+    )
+
+
+def _version(name: str, meta: Mapping[str, Any]) -> Check:
+    if "weight_version" not in meta:
+        return Check(name, "weight version", "failed", "replies state no weight_version; use SGLang 0.5.10 or newer")
+    if "weight_versions" not in meta:
+        detail = f"{meta['weight_version']}; no spans by token, so turns across an update count for one version"
+        return Check(name, "weight version", "warning", detail)
+    return Check(name, "weight version", "ok", f"{meta['weight_version']}, with spans by token")
+
+
+def _scaled(name: str, hot: Mapping[str, Any], cold: Mapping[str, Any]) -> Check:
+    """Gaps between candidates double at half the temperature if log-probs are those of the sampling temperature."""
+    at = [{entry[1]: entry[0] for entry in meta["output_top_logprobs"][0]} for meta in (hot, cold)]
+    shared = sorted(set(at[0]) & set(at[1]), key=lambda token: at[0][token])
+    ratio = (at[1][shared[-1]] - at[1][shared[0]]) / (at[0][shared[-1]] - at[0][shared[0]])
+    if abs(ratio - 2) > 0.1:
+        detail = (
+            f"log-probs do not follow the temperature (gap ratio {ratio:.2f}); set SGLANG_RETURN_ORIGINAL_LOGPROB=0"
+        )
+        return Check(name, "log-prob temperature", "failed", detail)
+    return Check(name, "log-prob temperature", "ok", "log-probs are those of the sampling temperature")
+
+
+def _support(name: str, meta: Mapping[str, Any]) -> Check:
+    lost = [key for key in ("output_token_sampling_mask", "output_token_sampling_logprobs") if key not in meta]
+    if lost:
+        return Check(name, "support", "failed", f"no {', '.join(lost)}; algo.top_p needs SGLang 0.5.23 or newer")
+    return Check(name, "support", "ok", "the sampled support comes with its log-probs")
+
+
+async def _clock(http: aiohttp.ClientSession, name: str, url: str) -> Check:
+    async with http.get(f"{url}/health") as reply:
+        stated = reply.headers.get("Date")
+    if stated is None:
+        return Check(name, "clock", "warning", "states no Date")
+    skew = (parsedate_to_datetime(stated) - datetime.now(timezone.utc)).total_seconds()
+    status: Status = "ok" if abs(skew) <= MAX_SKEW_S else "failed"
+    return Check(
+        name, "clock", status, f"{skew:+.1f} s against this machine" + ("" if status == "ok" else "; run NTP")
+    )
+
+
+def _request(
+    prompt: Sequence[int], tokens: int, *, temperature: float, top: int = 0, algo: Algo | None = None
+) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+    body: dict[str, Any] = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+    if top:
+        body["top_logprobs_num"] = top
+    if algo is not None and algo.support:
+        sampling |= {"top_p": algo.top_p, "top_k": algo.top_k}
+        body |= {"return_sampling_mask": True}
+    return body
+
+
+async def _generate(
+    http: aiohttp.ClientSession, url: str, prompt: Sequence[int], tokens: int, **options: Any
+) -> dict[str, Any]:
+    reply = await _reply(http, url, _request(prompt, tokens, **options))
+    return dict(reply["meta_info"])
+
+
+async def _score(http: aiohttp.ClientSession, url: str, text: Sequence[int], start: int) -> list[float]:
+    """Log-probs that the engine gives to text[start:]."""
+    body = _request(text, 1, temperature=1.0) | {"logprob_start_len": start - 1}
+    meta = (await _reply(http, url, body))["meta_info"]
+    return [entry[0] for entry in meta["input_token_logprobs"][-(len(text) - start) :]]
+
+
+async def _reply(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async with http.post(f"{url}/generate", json=body) as reply:
+        if reply.status != 200:
+            raise EngineError(f"{url}/generate answers {reply.status}: {(await reply.text())[:200]}")
+        return dict(await reply.json())
+
+
+async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with http.get(url) as reply:
+        if reply.status != 200:
+            raise EngineError(f"{url} answers {reply.status}")
+        return dict(await reply.json())
+
+
+@contextmanager
+def _failing(checks: list[Check], subject: str, name: str) -> Iterator[None]:
+    """Whatever an engine answers wrongly becomes a failed check, so that the others still run."""
+    try:
+        yield
+    except (aiohttp.ClientError, asyncio.TimeoutError, EngineError, KeyError, IndexError, ZeroDivisionError) as error:
+        checks.append(Check(subject, name, "failed", f"{type(error).__name__}: {error}"))
