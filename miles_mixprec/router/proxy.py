@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 from aiohttp import web
+from multidict import istr
 
 from miles_mixprec.config import Router
 from miles_mixprec.errors import EngineError
@@ -29,9 +30,10 @@ from miles_mixprec.router.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
+MIN_VERSION = istr("X-Mixprec-Min-Version")
 HEARTBEAT_PATHS = frozenset({"/generate", "/v1/chat/completions", "/v1/completions"})
 RETRYABLE = frozenset({502, 503, 504})
-SMALL_REPLY = 256 * 1024  # bytes; read whole, so that a torn one can be asked for again
+SMALL_REPLY = 2 * 2**20  # bytes; read whole, so that a torn one can be asked for again
 RETRY_PAUSE_S = 0.1  # before the same engine is tried again, doubling
 IDLE_MEANS_LOST_S = 10.0  # an engine without work for this long has dropped the turns it still owes
 TICK_S = 0.25
@@ -41,7 +43,7 @@ class TurnLost(EngineError):
     """An attempt ended without a whole reply; another engine of the pool may be asked."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Turn:
     """A request on its way. `engine` is where it is now; `commit` the reply once anything of it has been sent."""
 
@@ -110,7 +112,7 @@ class Proxy:
             key = session_key(request)
             body = await request.read()
             pin = await self._pin(key or next(self._anonymous)) if session or key else None
-            asked = gate.parse(request.headers.get("X-Mixprec-Min-Version")) or 0
+            asked = gate.parse(request.headers.get(MIN_VERSION)) or 0
             turn = Turn(request, body, pin, asked, self._now(), asyncio.current_task())
             self.turns.add(turn)
             if pin is not None:
@@ -302,7 +304,7 @@ class Proxy:
             raise TurnLost(f"status {upstream.status} after heartbeats had begun")
         headers = to_client(upstream.headers)
         if turn.pin is not None:
-            headers.update(attribution(engine, version))
+            headers.update(engine.attribution(version))
         size = upstream.content_length
         if turn.commit is None and size is not None and size <= SMALL_REPLY:
             body = await upstream.read()
@@ -313,6 +315,7 @@ class Proxy:
             response = turn.commit = web.StreamResponse(
                 status=upstream.status, reason=upstream.reason, headers=headers
             )
+            response.content_length = size
             await response.prepare(turn.request)
         async for chunk in upstream.content.iter_any():
             turn.progress = engine.progress = self._now()
@@ -328,12 +331,11 @@ class Proxy:
         if status in RETRYABLE:
             self._engine_failed(engine)
             return
-        self.fleet.succeeded(engine)
+        now = self._now()
+        self.fleet.succeeded(engine, now)
         if turn.pin is not None and status < 400:
             self.pins.record(turn.pin, engine.name, version)
-            engine.pool.latencies.add(self._now() - turn.sent_at)
-            engine.pool.turns += 1
-            engine.pool.turn_seconds += self._now() - turn.sent_at
+            engine.pool.answered(now - turn.sent_at)
 
     def _engine_failed(self, engine: Engine) -> None:
         if self.fleet.failed(engine):
@@ -393,22 +395,12 @@ class Proxy:
         """A blank before the JSON: the connection carries bytes, and parsers skip it (RFC 8259 section 2)."""
         try:
             if turn.commit is None:
-                headers = attribution(engine, engine.version) | {"Content-Type": "application/json"}
-                turn.commit = web.StreamResponse(status=200, headers=headers)
+                turn.commit = web.StreamResponse(status=200, headers=engine.attribution(engine.version))
+                turn.commit.content_type = "application/json"
                 await turn.commit.prepare(turn.request)
             await turn.commit.write(b" ")
         except ConnectionError:
             pass  # the client has gone; aiohttp cancels the turn
-
-
-def attribution(engine: Engine, version: int) -> dict[str, str]:
-    """Reply headers that say where a turn was sampled; see docs/architecture.md, "Attribution"."""
-    return {
-        "X-Mixprec-Pool": engine.pool.name,
-        "X-Mixprec-Engine": engine.name,
-        "X-Mixprec-View": engine.pool.view,
-        "X-Mixprec-Weight-Version": str(version),
-    }
 
 
 def _streams(body: bytes) -> bool:

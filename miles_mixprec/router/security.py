@@ -9,28 +9,23 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy, istr
 from yarl import URL
 
 from miles_mixprec.config import Router
 from miles_mixprec.errors import ConfigError
 from miles_mixprec.router.failures import Forbidden, Refused, Unauthorized
 
-HOP_BY_HOP = frozenset(
-    [
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    ]
+HOP_BY_HOP = tuple(
+    istr(name)
+    for name in (
+        *("Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection"),
+        *("TE", "Trailer", "Transfer-Encoding", "Upgrade"),
+    )
 )  # RFC 9110 section 7.6.1
-NOT_TO_ENGINE = HOP_BY_HOP | {"host", "content-length", "expect", "accept-encoding", "x-mixprec-min-version"}
-NOT_TO_CLIENT = HOP_BY_HOP | {"date", "server"}
+NOT_TO_ENGINE = HOP_BY_HOP + tuple(map(istr, ("Host", "Content-Length", "Expect", "X-Mixprec-Min-Version")))
+NOT_TO_CLIENT = HOP_BY_HOP + tuple(map(istr, ("Date", "Server", "Content-Length")))
+ACCEPT_ENCODING, AUTHORIZATION, SESSION = istr("Accept-Encoding"), istr("Authorization"), istr("X-SMG-Routing-Key")
 MAX_KEY = 256
 
 
@@ -56,7 +51,7 @@ class Access:
         needed = (self.admin or self.client) if admin else self.client
         if needed is None:
             return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        scheme, _, given = request.headers.get(AUTHORIZATION, "").partition(" ")
         if scheme.lower() != "bearer" or not given:
             raise Unauthorized("a bearer token is required in the Authorization header")
         accepted = (needed,) if admin or self.admin is None else (needed, self.admin)
@@ -94,7 +89,7 @@ def engine_url(text: Any, allowed: Iterable[str]) -> str:
 
 def session_key(request: web.BaseRequest) -> str | None:
     """The session that a request belongs to. Raises Refused for keys that are too long or not printable ASCII."""
-    key = request.headers.get("X-SMG-Routing-Key")
+    key = request.headers.get(SESSION)
     if not key:
         return None
     if len(key) > MAX_KEY or not (key.isascii() and key.isprintable()):
@@ -109,23 +104,23 @@ def to_engine(headers: CIMultiDictProxy[str], *, authorization: bool) -> CIMulti
     """
     kept = _without(headers, NOT_TO_ENGINE)
     if not authorization:
-        kept.popall("Authorization", None)
-    kept["Accept-Encoding"] = "identity"
+        kept.popall(AUTHORIZATION, None)
+    kept[ACCEPT_ENCODING] = "identity"
     return kept
 
 
 def to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Reply headers to pass back."""
+    """Reply headers to pass back; the length is framed anew."""
     return _without(headers, NOT_TO_CLIENT)
 
 
-def _without(headers: CIMultiDictProxy[str], unwanted: frozenset[str]) -> CIMultiDict[str]:
-    kept: CIMultiDict[str] = CIMultiDict()
-    for name, value in headers.items():
-        if name.lower() not in unwanted:
-            kept.add(name, value)
-    named = headers.get("Connection")
+def _without(headers: CIMultiDictProxy[str], unwanted: tuple[istr, ...]) -> CIMultiDict[str]:
+    kept = CIMultiDict(headers)
+    named = headers.get(unwanted[0])  # Connection
     if named is not None:
         for name in named.split(","):
             kept.popall(name.strip(), None)
+    for name in unwanted:
+        if name in kept:
+            del kept[name]
     return kept

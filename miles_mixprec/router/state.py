@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from multidict import istr
 from yarl import URL
 
 from miles_mixprec.config import Fleet, Router
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 FAILURES_TO_OPEN = 3  # consecutive, without a byte of progress between them
 COOL_DOWN_S = (5.0, 60.0)  # first and longest time that a breaker stays open
 STATES = ("serving", "updating", "draining")
+POOL, ENGINE, VIEW = istr("X-Mixprec-Pool"), istr("X-Mixprec-Engine"), istr("X-Mixprec-View")
+WEIGHT_VERSION = istr("X-Mixprec-Weight-Version")
 
 
 @dataclass(eq=False)
@@ -52,6 +55,7 @@ class Engine:
     failed: int = 0
     lost: int = 0  # of the failed: replies that never came although the engine was done
     addresses: dict[str, URL] = field(default_factory=dict)
+    labels: dict[istr, str] | None = None
 
     @property
     def id(self) -> str:
@@ -65,6 +69,13 @@ class Engine:
     def accepts(self, floor: int) -> bool:
         """May start a turn now, for a request that needs at least version `floor`."""
         return self.state != "updating" and self.usable and self.foreign is None and self.version >= floor
+
+    def attribution(self, version: int) -> dict[istr, str]:
+        """Reply headers that say where a turn was sampled; see docs/architecture.md, "Attribution"."""
+        if self.labels is None or self.labels[WEIGHT_VERSION] != str(version):
+            names = (POOL, ENGINE, VIEW, WEIGHT_VERSION)
+            self.labels = dict(zip(names, (self.pool.name, self.name, self.pool.view, str(version)), strict=True))
+        return self.labels
 
     def address(self, path: str) -> URL:
         """`url` + `path`; the few paths that matter are parsed once."""
@@ -104,6 +115,12 @@ class Pool:
     @property
     def slots(self) -> int:
         return sum(engine.slots for engine in self.engines.values() if engine.breaker != "open")
+
+    def answered(self, seconds: float) -> None:
+        """A turn came back after `seconds`."""
+        self.turns += 1
+        self.turn_seconds += seconds
+        self.latencies.add(seconds)
 
     def wake(self) -> None:
         """Something that a waiting request may care about has changed."""
@@ -243,12 +260,12 @@ class LiveFleet:
 
     # -- breakers -----------------------------------------------------------------------------------------------
 
-    def succeeded(self, engine: Engine) -> None:
+    def succeeded(self, engine: Engine, now: float) -> None:
         """A reply came back whole."""
-        engine.progress = self.clock()
+        engine.progress = now
         engine.failures = 0
         if engine.breaker != "closed":
-            engine.joined = self.clock()  # ramps in again
+            engine.joined = now  # ramps in again
             self.close_breaker(engine)
 
     def close_breaker(self, engine: Engine) -> None:
