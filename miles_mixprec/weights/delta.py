@@ -23,7 +23,17 @@ import zstandard
 from torch import Tensor
 
 from miles_mixprec.errors import StoreError
-from miles_mixprec.weights.store import INDEX, Entry, Manifest, Pointer, Store, Writer, checksum, read_tensors
+from miles_mixprec.weights.store import (
+    INDEX,
+    Entry,
+    Manifest,
+    Pointer,
+    Store,
+    Writer,
+    checksum,
+    read_tensors,
+    write_local,
+)
 
 BUCKET_BYTES = 32 << 20
 _LEVEL = 1  # XORed weights are mostly zeros; higher levels cost more time than bytes
@@ -153,7 +163,7 @@ def stage(store: Store, view: str, pointer: Pointer, scratch: Path, *, verify: b
         delta = store.fetch(step, scratch / f"delta-{step.version:06d}")
         into = scratch / _replica_name(step)
         applied = apply_delta(replica.directory, replica.manifest, delta, step, into)
-        (into / _REPLICA).write_bytes(msgspec.json.encode(applied))
+        write_local(into / _REPLICA, msgspec.json.encode(applied))
         replica = Replica(into, applied)
     if verify:
         for _ in replica.read():

@@ -32,7 +32,7 @@ from miles_mixprec.errors import ConfigError, EngineError, StoreError
 from miles_mixprec.weights.checkpoint import decode_checkpoint
 from miles_mixprec.weights.delta import stage
 from miles_mixprec.weights.encode import load_run
-from miles_mixprec.weights.store import Pointer, Store, open_store
+from miles_mixprec.weights.store import Pointer, Store, open_store, write_local
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +71,12 @@ class Stager:
     async def directory(self, store: Store, view: str, pointer: Pointer, execution: str) -> Path:
         """What an engine of `execution` loads to serve `pointer`. Raises StoreError."""
         key = view, execution, pointer.manifest
-        if key not in self._staged:
+        staged = self._staged.get(key)
+        if staged is None or (staged.done() and not (staged.exception() is None and staged.result().is_dir())):
             self._staged[key] = asyncio.create_task(
                 asyncio.to_thread(_stage, store, view, pointer, execution, self._root)
             )
-        try:
-            return await asyncio.shield(self._staged[key])
-        except StoreError:
-            self._staged.pop(key, None)
-            raise
+        return await asyncio.shield(self._staged[key])
 
 
 def _stage(store: Store, view: str, pointer: Pointer, execution: str, root: Path) -> Path:
@@ -229,10 +226,7 @@ class Sidecar:
         if pointer is None:
             self._record.unlink(missing_ok=True)
             return
-        self._record.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._record.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(pointer))
-        os.replace(temporary, self._record)
+        write_local(self._record, msgspec.json.encode(pointer))
 
     def _recorded(self) -> Pointer | None:
         try:

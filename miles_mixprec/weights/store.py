@@ -478,12 +478,15 @@ def _read(fs: Any, path: str) -> bytes | None:
 
 
 def _write(fs: Any, path: str, data: bytes) -> None:
-    """Replace a small file so that a reader, or a crash, sees the old bytes or the new ones."""
-    if not isinstance(fs, LocalFileSystem):
+    if isinstance(fs, LocalFileSystem):
+        write_local(Path(path), data)
+    else:
         fs.pipe_file(path, data)
-        return
-    directory = os.path.dirname(path)
-    os.makedirs(directory, exist_ok=True)
+
+
+def write_local(path: Path, data: bytes) -> None:
+    """Replace a small file so that a reader, or a crash, sees the old bytes or the new ones. Raises StoreError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -494,7 +497,7 @@ def _write(fs: Any, path: str, data: bytes) -> None:
     except OSError as error:
         Path(temporary).unlink(missing_ok=True)
         raise StoreError(f"cannot write {path}: {error}; free some space or lower weights.keep_versions") from error
-    _sync(directory)
+    _sync(str(path.parent))
 
 
 def _remove(fs: Any, path: str) -> None:

@@ -8,37 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
-from miles_mixprec.config import Config, from_mapping
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights import encode, store
-from miles_mixprec.weights.store import Store
 from tests.weights import models
-
-
-def run_config(root: Path, **weights: object) -> Config:
-    pools = {
-        view: {"view": view, "slots_per_engine": 4, "execution": "dequantized"} for view in ("bf16", "fp8", "nvfp4")
-    }
-    tree = {
-        "fleet": {"name": "test", "model": str(root / "model"), "context_length": 256, "pools": pools},
-        "algo": {"name": "test"},
-        "weights": {"store": str(root / "store"), "poll_s": 0.05, **weights},
-        "run_dir": str(root / "run"),
-        "run_id": "run",
-        "updates": 1,
-        "prompts_per_update": 1,
-    }
-    (root / "run.yaml").write_text(yaml.safe_dump({"mixprec": tree}))
-    return from_mapping(tree)
-
-
-def wait_for(opened: Store, version: int, views: tuple[str, ...], attempt: int = 1, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while any((p := opened.latest(view)) is None or p.order < (attempt, version) for view in views):
-        assert time.monotonic() < end, f"views are at {[opened.latest(view) for view in views]}"
-        time.sleep(0.05)
+from tests.weights.runs import run_config, until, wait_for
 
 
 def start(root: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -81,7 +55,7 @@ def test_processes_follow_publications_resumes_and_their_own_death(tmp_path: Pat
         assert opened.latest("fp8").version == 2  # half of it is missing, so it is not there
         processes[1] = start(tmp_path, "--shard", "1/2")
         wait_for(opened, 3, views)
-        assert opened.versions("fp8") == [2, 3]
+        until(lambda: opened.versions("fp8") == [2, 3])
         resumed = opened.rewind(2)
         resumed.publish("bf16", 3, models.moe(33).items(), models.CONFIG)
         wait_for(resumed, 3, views, attempt=2)

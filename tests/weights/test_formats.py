@@ -166,7 +166,7 @@ for weight in fp8_cases():
 
 
 def reference(code: str) -> list[list[list[int]]]:
-    """Bytes of the tensors that `code` leaves in `out`, computed in a process that can import the reference on a CPU."""
+    """Bytes of the tensors that `code` leaves in `out`, from a process that can import the reference on a CPU."""
     shims = Path(__file__).parents[2] / "examples" / "cpu_quickstart" / "shims"
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(shims), *filter(None, sys.path)])}
     head = "import json, torch\nfrom tests.weights.test_formats import bits, fp8_cases, hard_cases\n"

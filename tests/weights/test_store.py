@@ -205,7 +205,7 @@ def test_a_full_disk_is_reported_and_leaves_the_pointer(tmp_path: Path, monkeypa
     opened = store.init(str(tmp_path / "store"), "run")
     publish(opened, 0)
     real = os.statvfs
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(real(path)[:4] + (0,) + real(path)[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real(path)[:4], 0, *real(path)[5:])))
     with pytest.raises(StoreError, match=r"GB free.*keep_versions"):
         publish(opened, 1)
     assert opened.latest("bf16").version == 0
