@@ -1,14 +1,12 @@
 """A micro-batch as Miles hands it to a loss, on any rank of a TP x CP grid, with the real Miles underneath.
 
-Run as a program it checks one grid: every rank computes the undistributed result, then its own part, and compares.
-
-    python rig.py <tp> <cp>      # starts tp * cp gloo processes; prints a JSON line per scenario
+Run as a program it starts four gloo processes; on each grid every rank computes the undistributed result, then its
+own part, and compares. It prints a JSON line per grid and scenario.
 """
 
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 from argparse import Namespace
 
@@ -293,6 +291,7 @@ SCENARIOS = [
     ("sc_mis_top_p", ("thd", False), {"kl_coef": 0.1}),
     ("sc_mis_top_p", ("bshd", False), {}),
     ("sc_mis_top_p", ("thd", True), {}),
+    ("sc_mis", ("thd", False), {}, True),
 ]
 
 
@@ -327,30 +326,41 @@ def compare(arm, layout, algo, tp, cp, damage=False):
     }
 
 
-def _rank(rank, tp_size, cp_size, path):
+GRIDS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]  # (tp, cp)
+
+
+def _rank(rank, path):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=tp_size * cp_size)
-    tp_groups = [dist.new_group([c * tp_size + t for t in range(tp_size)]) for c in range(cp_size)]
-    cp_groups = [dist.new_group([c * tp_size + t for c in range(cp_size)]) for t in range(tp_size)]
-    t, c = rank % tp_size, rank // tp_size
-    tp = (t, tp_size, tp_groups[c] if tp_size > 1 else None)
-    cp = (c, cp_size, cp_groups[t] if cp_size > 1 else None)
-    for scenario in [*SCENARIOS, ("sc_mis", ("thd", False), {}, True)]:
-        arm, layout, algo = scenario[:3]
-        if layout[1] and cp_size == 1:
-            continue
-        found = compare(arm, layout, algo, tp, cp, *scenario[3:])
-        everyone = [None] * (tp_size * cp_size)
-        dist.all_gather_object(everyone, found)
-        if rank == 0:
-            worst = {key: max(x[key] for x in everyone) for key in ("grad", "size", "sums")}
-            worst["same_keys"] = all(x["same_keys"] for x in everyone)
-            print(json.dumps({"scenario": str(scenario), **worst}), flush=True)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=4)
+    for tp_size, cp_size in GRIDS:
+        # Smaller grids run in copies side by side.
+        tp, cp = (0, 1, None), (0, 1, None)
+        for base in range(0, 4, tp_size * cp_size):
+            for c in range(cp_size):
+                ranks = [base + c * tp_size + t for t in range(tp_size)]
+                group = dist.new_group(ranks)
+                if rank in ranks and tp_size > 1:
+                    tp = (ranks.index(rank), tp_size, group)
+            for t in range(tp_size):
+                ranks = [base + c * tp_size + t for c in range(cp_size)]
+                group = dist.new_group(ranks)
+                if rank in ranks and cp_size > 1:
+                    cp = (ranks.index(rank), cp_size, group)
+        for scenario in SCENARIOS:
+            arm, layout, algo = scenario[:3]
+            if layout[1] and cp_size == 1:
+                continue
+            everyone = [None] * 4
+            dist.all_gather_object(everyone, compare(arm, layout, algo, tp, cp, *scenario[3:]))
+            if rank == 0:
+                worst = {key: max(x[key] for x in everyone) for key in ("grad", "size", "sums")}
+                worst["same_keys"] = all(x["same_keys"] for x in everyone)
+                print(json.dumps({"grid": [tp_size, cp_size], "scenario": str(scenario), **worst}), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    tp_size, cp_size = map(int, sys.argv[1:3])
+    import miles.backends.training_utils.loss  # noqa: F401  once, before the fork
+
     with tempfile.TemporaryDirectory() as scratch:
-        path = os.path.join(scratch, "rendezvous")
-        mp.start_processes(_rank, (tp_size, cp_size, path), nprocs=tp_size * cp_size, start_method="fork")
+        mp.start_processes(_rank, (os.path.join(scratch, "rendezvous"),), nprocs=4, start_method="fork")
