@@ -191,6 +191,7 @@ class Config:
     samples_per_prompt: int = 8
     learning_rate: float = 1e-6
     miles_args: dict[str, Any] = field(default_factory=dict)  # further Miles flags, keys without "--"
+    miles_config: dict[str, Any] = field(default_factory=dict)  # further keys of Miles' --custom-config-path file
     chain: dict[str, str] = field(default_factory=dict)  # user hooks behind ours, e.g. megatron_init: pkg.mod.fn
 
 

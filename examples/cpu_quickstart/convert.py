@@ -31,6 +31,7 @@ def main() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1)
     args = set_default_megatron_args(parse_args(_conversion_args))
     args.global_batch_size, args.micro_batch_size, args.save_interval = 1, 1, 1
+    args.bf16 = False  # the checkpoint holds BF16 values in FP32, whatever the run computes in
     validate_args(args)
     init(args)
     model = get_model(get_model_provider_func(args), ModelType.encoder_or_decoder, wrap_with_ddp=False)

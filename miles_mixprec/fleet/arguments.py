@@ -26,6 +26,7 @@ _CPU = {
     "skip_server_warmup": True,
     "sleep_on_idle": True,  # idle schedulers busy-poll otherwise and starve a laptop
     "mem_fraction_static": 0.1,
+    "dtype": "float32",  # exact for BF16 weights, and ten times as fast where the CPU has no BF16 units
 }
 _NATIVE_QUANTIZATION = {"nvfp4": "modelopt_fp4"}  # the other formats say so in their own config.json
 

@@ -25,7 +25,7 @@ class GroupStream:
     """
 
     def __init__(
-        self, config: Config, fetch: Callable[[], Group], generate: Callable[[Group], Awaitable[Group]], *, buffer_factor: float = 2.0
+        self, config: Config, fetch: Callable[[], Group], generate: Callable[[Group], Awaitable[Group]], *, buffer_factor: float = 1.0
     ) -> None:
         self.fetch, self.generate = fetch, generate
         self.concurrency = max(1, config.fleet.slots // config.samples_per_prompt)
