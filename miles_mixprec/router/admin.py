@@ -74,6 +74,7 @@ class Admin:
         if name is not None and not re.fullmatch(re.escape(pool.name) + r"/[0-9]{1,6}", name):
             raise Refused(f"engine {name!r}: engines of pool {pool.name} are named {pool.name}/0, {pool.name}/1, ...")
         engine = self.fleet.register(url, pool=pool, name=name, slots=slots, state=state, version=version)
+        await self.pins.remember("engine", engine.name, engine.registration())
         if version is not None:
             await self._verify(engine)
         return engine
@@ -88,16 +89,20 @@ class Admin:
         engine = self.fleet.urls.get(url)
         if engine is None:
             raise NotFound(f"no engine at {url}; see GET /list_workers")
-        self.fleet.remove(engine)
+        await self._remove(engine)
         return web.json_response({"status": "success"})
 
     async def delete_worker(self, request: web.Request) -> web.Response:
         wanted = request.match_info["id"]
         for engine in self.fleet.engines():
             if wanted in (engine.id, engine.name, engine.url):
-                self.fleet.remove(engine)
+                await self._remove(engine)
                 return web.json_response({"status": "success", "id": engine.id})
         raise NotFound(f"no engine with id {wanted!r}; see GET /workers")
+
+    async def _remove(self, engine: Engine) -> None:
+        self.fleet.remove(engine)
+        await self.pins.remember("engine", engine.name, None)
 
     async def get_workers(self, request: web.Request) -> web.Response:
         workers = [{"id": engine.id, **describe(engine)} for engine in self.fleet.engines()]
@@ -117,13 +122,16 @@ class Admin:
         if version is None or not 0 <= version < MAX_VERSION:
             raise Refused(f"view {view}: version must be an integer in 0..2^53, got {body.get('version')!r}")
         self.fleet.announce(view, version, run)
-        return web.json_response({"view": view, "version": version, "run": run})
+        known = self.fleet.views[view]
+        await self.pins.remember("view", view, [known.version, known.run, known.former])
+        return web.json_response({"view": view, "version": known.version, "run": known.run})
 
     async def drain_pool(self, request: web.Request) -> web.Response:
         """`POST /pools/{pool}/drain` or `/undrain`: live sessions go on, new ones go elsewhere (or come back)."""
         pool = self._pool(request)
         pool.draining = request.path.endswith("/drain")
         self.fleet.changed(pool)
+        await self.pins.remember("drain", pool.name, True if pool.draining else None)
         return web.json_response({"pool": pool.name, "draining": pool.draining})
 
     def _pool(self, request: web.Request) -> Pool:
@@ -146,8 +154,7 @@ class Admin:
 
     async def delete_session(self, request: web.Request) -> web.Response:
         key = request.match_info["key"]
-        pin = await self.pins.release(key)
-        if pin is None:
+        if not await self.pins.release(key):
             raise NotFound(f"no session {key!r}")
         return web.json_response({"status": "success", "key": key})
 

@@ -68,6 +68,12 @@ class NoPool(Refused):
     status, kind, retry_after_s = 503, "no_pool", 2
 
 
+class StoreAway(Refused):
+    """The shared session store does not answer, and this router has no copy of the session's pin."""
+
+    status, kind, retry_after_s = 503, "session_store", 2
+
+
 class EngineFailed(Refused):
     """Engines of the pool failed this turn as often as the retry budget allows."""
 

@@ -11,7 +11,7 @@ serve: the lower of what the sidecar claims and what the engine answers, so neit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -20,6 +20,7 @@ class View:
 
     version: int = 0
     run: str | None = None
+    former: list[str | None] = field(default_factory=list)  # runs before it
 
 
 def floor(policy: str, lag: int, newest: int, asked: int) -> int:

@@ -111,7 +111,7 @@ class Proxy:
             self.access.check(request)
             key = session_key(request)
             body = await request.read()
-            pin = await self._pin(key or next(self._anonymous)) if session or key else None
+            pin = await self._pin(key) if session or key else None
             asked = gate.parse(request.headers.get(MIN_VERSION)) or 0
             turn = Turn(request, body, pin, asked, self._now(), asyncio.current_task())
             self.turns.add(turn)
@@ -123,7 +123,7 @@ class Proxy:
                 self.turns.discard(turn)
                 if pin is not None:
                     self.pins.leave(pin, self._now())
-                    if key is None:
+                    if not pin.lasting:
                         await self.pins.release(pin.key)
             if turn.broken:
                 hops.broken += 1
@@ -142,10 +142,14 @@ class Proxy:
 
     # -- placing ------------------------------------------------------------------------------------------------
 
-    async def _pin(self, key: str) -> Pin:
-        pin = self.pins.pins.get(key) or await self.pins.find(key)
+    async def _pin(self, key: str | None) -> Pin:
+        """The session's pin, made now if it is new. Raises Full, NoPool, StoreAway."""
+        pin = None
+        if key is not None:
+            pin = self.pins.pins.get(key) or await self.pins.find(key)
         if pin is None:
-            pin = await self.pins.claim(key, self.fleet.candidates(key), self._now())
+            name = key or next(self._anonymous)
+            pin = await self.pins.claim(name, self.fleet.candidates(name), self._now(), lasting=key is not None)
         if pin is None:
             raise Full("every slot of the fleet holds a live session; retry later, or end sessions that are over")
         return pin
@@ -171,7 +175,7 @@ class Proxy:
         while True:
             pool = self.fleet.pools.get(pin.pool)
             if pool is None or pool.breaker == "open":
-                self.pins.give_up(pin)
+                await self.pins.give_up(pin)
                 raise PoolLost(
                     f"pool {pin.pool} has no usable engine; session {pin.key} is lost, for it never moves to another "
                     "pool; start a new session",
@@ -303,12 +307,14 @@ class Proxy:
         if turn.commit is not None and upstream.status != 200:
             raise TurnLost(f"status {upstream.status} after heartbeats had begun")
         headers = to_client(upstream.headers)
+        if upstream.status in RETRYABLE:
+            headers.setdefault("Retry-After", "1")  # the engine's trouble, not the end of the session
         if turn.pin is not None:
             headers.update(engine.attribution(version))
         size = upstream.content_length
         if turn.commit is None and size is not None and size <= SMALL_REPLY:
             body = await upstream.read()
-            self._completed(turn, engine, version, upstream.status)
+            await self._completed(turn, engine, version, upstream.status)
             return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=body)
         response = turn.commit
         if response is None:
@@ -323,18 +329,18 @@ class Proxy:
                 await response.write(chunk)
             except ConnectionError:  # the client is gone; not the engine's doing
                 raise asyncio.CancelledError from None
-        self._completed(turn, engine, version, upstream.status)
+        await self._completed(turn, engine, version, upstream.status)
         await response.write_eof()
         return response
 
-    def _completed(self, turn: Turn, engine: Engine, version: int, status: int) -> None:
+    async def _completed(self, turn: Turn, engine: Engine, version: int, status: int) -> None:
         if status in RETRYABLE:
             self._engine_failed(engine)
             return
         now = self._now()
         self.fleet.succeeded(engine, now)
         if turn.pin is not None and status < 400:
-            self.pins.record(turn.pin, engine.name, version)
+            await self.pins.record(turn.pin, engine.name, version)
             engine.pool.answered(now - turn.sent_at)
 
     def _engine_failed(self, engine: Engine) -> None:

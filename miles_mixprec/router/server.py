@@ -25,7 +25,7 @@ from miles_mixprec.router.failures import NotFound, Refused
 from miles_mixprec.router.metrics import RouterCollector, fleet_json
 from miles_mixprec.router.proxy import Proxy
 from miles_mixprec.router.security import Access
-from miles_mixprec.router.sessions import MemoryPins
+from miles_mixprec.router.sessions import Journal, MemoryPins
 from miles_mixprec.router.state import LiveFleet
 from miles_mixprec.router.upstream import Upstream
 from miles_mixprec.router.watch import Watch, background
@@ -49,14 +49,15 @@ def build_app(router: Router, fleet: Fleet, *, run_id: str = "run") -> web.Appli
     `run_id` keeps the sessions of several runs apart in one Redis. Raises ConfigError for tokens that are not there.
     """
     access, upstream = Access(router), Upstream()
-    pins = MemoryPins(router.session_active_s, router.session_idle_s, router.max_sessions)
+    pins = _pins(router, run_id)
     live = LiveFleet(router, fleet, pins.active, time.monotonic)
     proxy = Proxy(router, live, pins, access, upstream)
     watch = Watch(proxy, live, pins, upstream)
 
     async def life(app: web.Application) -> AsyncIterator[None]:
         await upstream.open()
-        await pins.open()
+        await pins.open(time.monotonic())
+        live.recall(pins.facts)
         task = background(watch.run())
         yield
         task.cancel()
@@ -73,6 +74,15 @@ def build_app(router: Router, fleet: Fleet, *, run_id: str = "run") -> web.Appli
     _add_reports(app, live, pins, proxy, access)
     app.router.add_route("*", "/{path:.*}", _guarded(_unknown, access))
     return app
+
+
+def _pins(router: Router, run_id: str) -> MemoryPins:
+    life = router.session_active_s, router.session_idle_s, router.max_sessions
+    if router.redis_url is None:
+        return MemoryPins(*life, Journal(Path(router.journal)) if router.journal is not None else None)
+    from miles_mixprec.router.redis_pins import RedisPins  # redis-py is an optional dependency
+
+    return RedisPins(router.redis_url, f"mixprec:{run_id}", *life)
 
 
 def _add_turns(app: web.Application, proxy: Proxy) -> None:

@@ -1,17 +1,23 @@
 """Pins: which pool and engine a session lives on.
 
-A pin's pool never changes. It outlives changes of weights, engines that come and go, and, with Redis, the router.
-A session is *live*, and takes one of its engine's slots, while a turn is in flight and for `active_s` after its last
-one (its agent is running a tool); then it is *dormant*: it keeps its pin until `idle_s`, but not its slot. A client
-that knows its session is over says so (`DELETE /sessions/{key}`), which frees the slot at once.
+A pin's pool never changes. It outlives changes of weights, engines that come and go, and the router itself: with a
+journal (one router) or Redis (several). A session is *live*, and takes one of its engine's slots, while a turn is in
+flight and for `active_s` after its last one (its agent is running a tool); then it is *dormant*: it keeps its pin
+until `idle_s`, but not its slot. A client that knows its session is over says so (`DELETE /sessions/{key}`), which
+frees the slot at once. Keys name one session for ever; an ended one's key is not to be used again.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miles_mixprec.errors import ConfigError
 
 if TYPE_CHECKING:
     from miles_mixprec.router.state import Engine
@@ -28,36 +34,53 @@ class Pin:
     pool: str
     view: str
     engine: str
-    last: float = 0.0  # loop time of its last turn's start or end
+    last: float = 0.0  # clock of its last turn's start or end
     in_flight: int = 0
     live: bool = False
+    lasting: bool = True  # False: a single turn without a session key
     turns: list[Served] = field(default_factory=list)  # equal neighbours share one tuple
 
 
 class MemoryPins:
-    """Pins of one router, in memory; also the local side of `RedisPins`.
+    """Pins of one router, in memory, optionally with a journal; also the local side of `RedisPins`.
 
-    `active` counts live sessions by engine name.
+    `active` counts live sessions by engine name. `facts` are other things that a restarted router must know, such as
+    the newest versions of views, by kind and name.
     """
 
-    def __init__(self, active_s: float, idle_s: float, most: int) -> None:
+    def __init__(self, active_s: float, idle_s: float, most: int, journal: Journal | None = None) -> None:
         self.active_s = active_s
         self.idle_s = idle_s
         self.most = most
+        self.journal = journal
         self.pins: dict[str, Pin] = {}
         self.live: dict[str, Pin] = {}
         self.active: Counter[str] = Counter()
+        self.facts: dict[str, dict[str, Any]] = {}
 
-    async def open(self) -> None:
-        """Connect; raises ConfigError if the store cannot be reached."""
+    async def open(self, now: float) -> None:
+        """Recover what a former router left. Raises ConfigError if the store cannot be reached."""
+        if self.journal is None:
+            return
+        for kind, name, value in self.journal.read():
+            if kind != "pin":
+                _put(self.facts.setdefault(kind, {}), name, value)
+            elif value is None:
+                self.pins.pop(name, None)
+            else:
+                self.pins[name] = Pin(name, value[0], value[1], value[2], now)
+        self.journal.rewrite(self._lines())
 
     async def close(self) -> None:
-        pass
+        if self.journal is not None:
+            self.journal.close()
 
     async def find(self, key: str) -> Pin | None:
         return self.pins.get(key)
 
-    async def claim(self, key: str, candidates: Iterable[tuple[Engine, int]], now: float) -> Pin | None:
+    async def claim(
+        self, key: str, candidates: Iterable[tuple[Engine, int]], now: float, *, lasting: bool = True
+    ) -> Pin | None:
         """Pin `key` to the first candidate with a free slot, atomically; None if there is none.
 
         A key that is pinned already keeps its pin. Candidates are engines with the sessions they may hold.
@@ -69,9 +92,7 @@ class MemoryPins:
             return None
         for engine, limit in candidates:
             if self.active[engine.name] < limit:
-                pin = self.pins[key] = Pin(key, engine.pool.name, engine.pool.view, engine.name, now)
-                self._wake(pin)
-                return pin
+                return self._add(Pin(key, engine.pool.name, engine.pool.view, engine.name, now, lasting=lasting))
         return None
 
     async def move(self, pin: Pin, engine: Engine) -> None:
@@ -81,13 +102,37 @@ class MemoryPins:
             self.active[pin.engine] -= 1
             self.active[engine.name] += 1
         pin.engine = engine.name
+        self._note(pin)
 
-    async def release(self, key: str) -> Pin | None:
-        """Forget a session; its slot is free. None if it was not known."""
+    async def release(self, key: str) -> bool:
+        """Forget a session; its slot is free. False if it was not known."""
         pin = self.pins.pop(key, None)
         if pin is not None:
             self._sleep(pin)
-        return pin
+            if self.journal is not None and pin.lasting:
+                self.journal.write("pin", key, None)
+        return pin is not None
+
+    async def give_up(self, pin: Pin) -> None:
+        """Its pool is lost: free the slot, keep the pin, so that a retry can never end up in another pool."""
+        self._sleep(pin)
+
+    async def record(self, pin: Pin, engine: str, version: int) -> None:
+        """A turn was answered by `engine` at `version`."""
+        turns = pin.turns
+        served = turns[-1] if turns and turns[-1] == (engine, version) else (engine, version)
+        if len(turns) >= MAX_TURNS:
+            del turns[: MAX_TURNS // 2]
+        turns.append(served)
+
+    async def turns(self, pin: Pin) -> list[Served]:
+        return pin.turns
+
+    async def remember(self, kind: str, name: str, value: Any) -> None:
+        """Keep a fact beyond the life of this router; None forgets it."""
+        _put(self.facts.setdefault(kind, {}), name, value)
+        if self.journal is not None:
+            self.journal.write(kind, name, value)
 
     async def tick(self, now: float) -> None:
         """Turn live sessions without turns dormant and forget those dormant for too long."""
@@ -96,6 +141,8 @@ class MemoryPins:
         if len(self.pins) > len(self.live):
             for pin in [p for p in self.pins.values() if not p.live and now - p.last > self.idle_s]:
                 del self.pins[pin.key]
+        if self.journal is not None and self.journal.lines > 2 * len(self.pins) + 10_000:
+            self.journal.rewrite(self._lines())
 
     def enter(self, pin: Pin, now: float) -> None:
         """A turn starts."""
@@ -109,28 +156,76 @@ class MemoryPins:
         pin.last = now
         pin.in_flight -= 1
 
-    def record(self, pin: Pin, engine: str, version: int) -> None:
-        """A turn was answered by `engine` at `version`."""
-        turns = pin.turns
-        served = turns[-1] if turns and turns[-1] == (engine, version) else (engine, version)
-        if len(turns) >= MAX_TURNS:
-            del turns[: MAX_TURNS // 2]
-        turns.append(served)
+    def _add(self, pin: Pin) -> Pin:
+        self.pins[pin.key] = pin
+        self._wake(pin)
+        self._note(pin)
+        return pin
 
-    async def turns(self, pin: Pin) -> list[Served]:
-        return pin.turns
+    def _note(self, pin: Pin) -> None:
+        if self.journal is not None and pin.lasting:
+            self.journal.write("pin", pin.key, [pin.pool, pin.view, pin.engine])
 
-    def give_up(self, pin: Pin) -> None:
-        """Its pool is lost: free the slot, keep the pin, so that a retry can never end up in another pool."""
-        self._sleep(pin)
+    def _lines(self) -> Iterator[tuple[str, str, Any]]:
+        for kind, facts in self.facts.items():
+            yield from ((kind, name, value) for name, value in facts.items())
+        yield from (("pin", p.key, [p.pool, p.view, p.engine]) for p in self.pins.values() if p.lasting)
 
     def _wake(self, pin: Pin) -> None:
-        pin.live = True
-        self.live[pin.key] = pin
-        self.active[pin.engine] += 1
+        if self.pins.get(pin.key) is pin:  # not one that was released while its turn was under way
+            pin.live = True
+            self.live[pin.key] = pin
+            self.active[pin.engine] += 1
 
     def _sleep(self, pin: Pin) -> None:
         if pin.live:
             pin.live = False
             del self.live[pin.key]
             self.active[pin.engine] -= 1
+
+
+class Journal:
+    """An append-only file of `[kind, name, value]` lines, the last of a name wins; rewritten when it has grown.
+
+    Written when a session starts, moves or ends, never per turn. A torn last line, left by a crash, is ignored.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("ab", buffering=0)
+
+    def read(self) -> Iterator[tuple[str, str, Any]]:
+        """Raises ConfigError for a file that is no journal."""
+        whole = self.path.read_bytes().rpartition(b"\n")[0]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                kind, name, value = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"router.journal={self.path}: line {number}: {error}; remove the file") from None
+            yield kind, name, value
+
+    def write(self, kind: str, name: str, value: Any) -> None:
+        self.file.write(json.dumps((kind, name, value)).encode() + b"\n")
+        self.lines += 1
+
+    def rewrite(self, lines: Iterable[tuple[str, str, Any]]) -> None:
+        """Replace the file by `lines`, atomically."""
+        fresh = self.path.with_name(self.path.name + ".new")
+        entries = [json.dumps(line).encode() + b"\n" for line in lines]
+        fresh.write_bytes(b"".join(entries))
+        os.replace(fresh, self.path)
+        self.file.close()
+        self.file = self.path.open("ab", buffering=0)
+        self.lines = len(entries)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _put(facts: dict[str, Any], name: str, value: Any) -> None:
+    if value is None:
+        facts.pop(name, None)
+    else:
+        facts[name] = value

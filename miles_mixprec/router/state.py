@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from multidict import istr
 from yarl import URL
@@ -17,6 +18,8 @@ from miles_mixprec.router.failures import Conflict, NoPool
 
 if TYPE_CHECKING:
     from miles_mixprec.router.proxy import Turn
+
+log = logging.getLogger(__name__)
 
 FAILURES_TO_OPEN = 3  # consecutive, without a byte of progress between them
 COOL_DOWN_S = (5.0, 60.0)  # first and longest time that a breaker stays open
@@ -69,6 +72,10 @@ class Engine:
     def accepts(self, floor: int) -> bool:
         """May start a turn now, for a request that needs at least version `floor`."""
         return self.state != "updating" and self.usable and self.foreign is None and self.version >= floor
+
+    def registration(self) -> list[str | int | None]:
+        """What `LiveFleet.recall` needs to know it again."""
+        return [self.url, self.pool.name, self.pool.view, self.slots, self.state, self.claimed]
 
     def attribution(self, version: int) -> dict[istr, str]:
         """Reply headers that say where a turn was sampled; see docs/architecture.md, "Attribution"."""
@@ -238,14 +245,19 @@ class LiveFleet:
         self.changed(engine.pool)
 
     def announce(self, view: str, version: int, run: str | None) -> None:
-        """A new version of `view` is published. Raises Conflict if it goes backwards within a run."""
+        """A new version of `view` is published.
+
+        Several announce the same thing, so within a run the newest counts and older ones are heard too late. Another
+        run may start lower, but a run that another one has followed never returns: raises Conflict.
+        """
         known = self.views.get(view)
-        if known is not None and known.run == run and version < known.version:
-            raise Conflict(
-                f"view {view} is at version {known.version} of run {run}; {version} would go backwards; "
-                "a rewound run needs a new run id"
-            )
-        self.views[view] = gate.View(version, run)
+        if known is not None and known.run == run:
+            known.version = max(known.version, version)
+        elif known is not None and run in known.former:
+            raise Conflict(f"view {view}: run {run} is over, run {known.run} has followed it; use a new run id")
+        else:
+            former = [] if known is None else [*known.former[-63:], known.run]
+            self.views[view] = gate.View(version, run, former)
         for pool in self.pools.values():
             if pool.view != view:
                 continue
@@ -253,6 +265,26 @@ class LiveFleet:
                 if known is not None and known.run != run and engine.version > version:
                     engine.foreign = engine.version
             pool.wake()
+
+    def recall(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over views, engines and drained pools that this router learned before a restart, or another one did."""
+        for view, (version, run, former) in facts.get("view", {}).items():
+            known = self.views.get(view)
+            if known is None or known.run in former or (known.run == run and known.version < version):
+                self.announce(view, version, run)
+                self.views[view].former = former
+        engines = facts.get("engine", {})
+        for name, (url, pool, view, slots, state, version) in engines.items():
+            known_engine = self.urls.get(url)
+            if known_engine is None or known_engine.registration() != [url, pool, view, slots, state, version]:
+                try:
+                    found = self.pool_for(url, pool, view, slots)
+                except Conflict as conflict:  # remembered from another configuration
+                    log.warning("%s is left out: %s", name, conflict)
+                    continue
+                self.register(url, pool=found, name=name, slots=slots, state=state, version=version)
+        for pool_name, pool_ in self.pools.items():
+            pool_.draining = pool_name in facts.get("drain", {})
 
     def newest(self, view: str) -> int:
         known = self.views.get(view)

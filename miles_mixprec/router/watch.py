@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Coroutine
 from typing import Any
 
@@ -47,6 +48,8 @@ class Watch:
             self.proxy.sweep()
             self._probe_due(now)
             await self.pins.tick(now)
+            if self.proxy.router.redis_url is not None:
+                self._hear_others()
             if now >= control_at:
                 control_at = now + CONTROL_S
                 self._control()
@@ -142,6 +145,13 @@ class Watch:
             if abs(pool.factor - before) > 0.05:
                 log.info("pool %s: live capacity %.0f%% of its slots (%s)", pool.name, 100 * pool.factor, load)
 
+    def _hear_others(self) -> None:
+        """Engines, views and drains that were told to another router."""
+        self.fleet.recall(self.pins.facts)
+        told = self.pins.facts.get("engine", {})
+        for engine in [engine for engine in self.fleet.engines() if engine.name not in told]:
+            self.fleet.remove(engine)
+
     async def close(self) -> None:
         for task in self.probes.values():
             task.cancel()
@@ -149,12 +159,13 @@ class Watch:
 
 
 def background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run `work` beside the server; its failure is logged at once, for nothing would await it."""
+    """Run `work` beside the server. A router without it would serve blindly, so its failure ends the process."""
     task = asyncio.ensure_future(work)
 
     def tell(done: asyncio.Task[None]) -> None:
         if not done.cancelled() and done.exception() is not None:
             log.critical("the router's background work failed", exc_info=done.exception())
+            signal.raise_signal(signal.SIGTERM)
 
     task.add_done_callback(tell)
     return task
