@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,9 +78,10 @@ def line_plot(
                 loc="outside upper left", frameon=False, ncols=min(len(series), 4), handlelength=1.4, fontsize=9
             )
         file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(["Date", "Creator", "Format", "Type"]))
     svg = file.getvalue()
-    return svg[svg.index("<svg") :].replace(TEXT, "currentColor")
+    hundredths = re.sub(r"(\.\d\d)\d+", r"\1", svg[svg.index("<svg") :])  # of a point: half the size
+    return hundredths.replace(TEXT, "currentColor")
 
 
 def _span(series: Sequence[Series]) -> float:
