@@ -178,7 +178,7 @@ def test_stock_tis_hook_is_the_mis_arm(one_process_group):
     from miles.backends.training_utils.loss import get_log_probs_and_entropy, icepop_function, policy_loss_function
 
     data = rig.make_data(responses=(7, 3, 11, 10))
-    rig.set_parallel()
+    rig.set_parallel(tp=(0, 1, dist.group.WORLD))
     args = rig.miles_args(
         rig.mixprec("mis"),
         **{"use_rollout_logprobs": False, "use_tis": True, "tis_clip_low": 0.5, "tis_clip": 5.0},
