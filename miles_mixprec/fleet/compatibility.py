@@ -147,7 +147,7 @@ def slow_triton(pool: Pool, hardware: Accelerator) -> str | None:
 
 
 def decoded_on_gpu(pool: Pool, hardware: Accelerator) -> str | None:
-    if pool.execution == "dequantized" and hardware.memory_gb and pool.view in hardware.native_views:
+    if pool.execution == "dequantized" and pool.view != "bf16" and pool.view in hardware.native_views:
         return f"{pool.accelerator} executes {pool.view} natively; execution=dequantized gives up speed and memory"
     return None
 

@@ -115,7 +115,7 @@ def solve(offers: Sequence[Offer], demand: Demand, limits: Limits = NO_LIMITS) -
         constraints=[LinearConstraint(program.matrix, ub=program.upper)],
         bounds=Bounds(0, program.most),
         integrality=np.ones(len(offers)),
-        options={"mip_rel_gap": 0.0, "time_limit": 30.0},
+        options={"mip_rel_gap": 1e-4, "time_limit": 30.0},
     )
     if result.x is None:
         raise ConfigError(program.shortfall())
@@ -211,9 +211,9 @@ class _Program:
             bounds=Bounds(0, np.minimum(self.most, 1e6)),
             integrality=np.ones(len(self.offers)),
         )
-        wanted = -self.upper[demand_row]
+        names = [self.rows[i] for i in keep] or ["engines per offer"]
+        limits = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         return (
-            f"no mix carries {wanted:,.0f} {self.rows[demand_row]}: the limits "
-            f"({', '.join(self.rows[i] for i in keep) or 'engines per offer'}) allow {-best.fun:,.0f}; "
-            "relax one or lower the demand"
+            f"no mix carries {-self.upper[demand_row]:,.0f} {self.rows[demand_row]}: the limits ({limits}) allow "
+            f"{-best.fun:,.0f}; relax one or lower the demand"
         )
