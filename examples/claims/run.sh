@@ -1,4 +1,9 @@
 #!/usr/bin/env bash
-# Runs a study of the published claims: bash examples/claims/run.sh study=claims [action=list|report] [arms= fleets= seeds=]
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# A study of the published claims, set-up included. What is kept is not run again:
+#   bash examples/claims/run.sh study=claims
+#   bash examples/claims/run.sh study=claims action=list     (or action=report; arms=grpo,sc fleets=mixed seeds=0)
+. "$(dirname "${BASH_SOURCE[0]}")/../cpu_quickstart/setup.sh"
+setup_environment
+cd "$ROOT"
+export PYTHONPATH="$ROOT:$ROOT/examples${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
+exec "$VENV/bin/python" -m claims "$@"

@@ -80,8 +80,13 @@ def line_plot(
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(["Date", "Creator", "Format", "Type"]))
     svg = file.getvalue()
-    hundredths = re.sub(r"(\.\d\d)\d+", r"\1", svg[svg.index("<svg") :])  # of a point: half the size
-    return hundredths.replace(TEXT, "currentColor")
+    svg = re.sub("<[^>]*>", _hundredths, svg[svg.index("<svg") :])
+    return svg.replace(TEXT, "currentColor")
+
+
+def _hundredths(tag: re.Match[str]) -> str:
+    """Coordinates to hundredths of a point, which halves the file. Text stands between tags and stays."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", tag[0])
 
 
 def _span(series: Sequence[Series]) -> float:

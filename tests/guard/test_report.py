@@ -66,6 +66,12 @@ def test_plots_take_the_colour_of_the_page() -> None:
     ), "equal data, equal file"
 
 
+def test_coordinates_are_rounded_and_figures_are_not() -> None:
+    svg = line_plot([Series("a", [0, 1], [0.99991, 0.99994])])
+    assert re.search(r">\s*0\.9999\d+\s*<", svg)
+    assert not re.search(r' d="[^"]*\.\d{3}', svg)
+
+
 def test_a_run_without_a_finished_update(tmp_path: Path) -> None:
     write_run(tmp_path, updates=1)
     (tmp_path / "metrics.jsonl").unlink()
