@@ -197,7 +197,8 @@ def test_stock_tis_hook_is_the_mis_arm(one_process_group):
     stock = logits.clone().requires_grad_()
     policy_loss_function(args, batch, stock, rig.reducer(args, batch))[0].backward()
     _, grad, _ = run("mis", data)
-    assert (stock.grad - grad).abs().max() < 1e-5 and grad.abs().max() > 0.1
+    # Megatron's fused cross-entropy rounds its gradient to bf16.
+    assert (stock.grad - grad).abs().max() < 4e-3 * grad.abs().max()
 
 
 @pytest.mark.parametrize("arm", ["sc_mis", "sc_mis_top_p", "grpo"])
