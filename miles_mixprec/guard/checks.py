@@ -75,14 +75,18 @@ def _attribution(config: Config, run: Sequence[Signals]) -> Check:
 
 
 def _kl_order(config: Config, run: Sequence[Signals]) -> Check:
-    name = "sampler-trainer KL of every quantised pool above the BF16 pools'"
-    quantised = {pool: run_kl(run, [pool]) for pool, p in config.fleet.pools.items() if p.view != "bf16"}
-    bf16 = run_kl(run, (pool for pool, p in config.fleet.pools.items() if p.view == "bf16"))
-    known = {pool: kl for pool, kl in quantised.items() if kl is not None}
+    """At equal and least staleness, because weights that moved on soon outweigh what a format rounds away."""
+    name = "sampler-trainer KL of every quantised pool above the BF16 pools', at the least staleness"
+    lag = {s.update: s.staleness.value for s in run if s.staleness.value is not None}
+    least = min(lag.values(), default=0.0)
+    fresh = [s for s in run if s.update in lag and lag[s.update] == least]
+    kl = {pool: run_kl(fresh, [pool]) for pool, p in config.fleet.pools.items() if p.view != "bf16"}
+    bf16 = run_kl(fresh, (pool for pool, p in config.fleet.pools.items() if p.view == "bf16"))
+    known = {pool: value for pool, value in kl.items() if value is not None}
     if bf16 is None or not known:
         return Check(name, None, "needs a BF16 pool and a quantised one")
-    figures = ", ".join(f"{pool} {kl:.2e}" for pool, kl in known.items())
-    return Check(name, min(known.values()) > bf16, f"BF16 {bf16:.2e}, {figures}")
+    figures = ", ".join(f"{pool} {value:.2e}" for pool, value in known.items())
+    return Check(name, min(known.values()) > bf16, f"staleness {least:.1f}: BF16 {bf16:.2e}, {figures}")
 
 
 def _support(config: Config, run: Sequence[Signals]) -> Check:
@@ -119,9 +123,9 @@ def _reward(run: Sequence[Signals]) -> Check:
 
 
 def _contracts(run: Sequence[Signals]) -> Check:
-    rejected = total(s.rejected for s in run)
-    text = f"{rejected.num:.0f} of {rejected.den:.0f} samples rejected" if rejected.den else "not logged"
-    return Check("every sample keeps its contracts", rejected.num == 0 if rejected.den else None, text)
+    rejected = total(s.rejected for s in run).value
+    text = "not logged" if rejected is None else f"{rejected:.2%} of the samples rejected"
+    return Check("every sample keeps its contracts", None if rejected is None else rejected == 0, text)
 
 
 def _collapse(verdicts: Sequence[Verdict]) -> Check:

@@ -17,6 +17,7 @@ matplotlib.use("svg")
 
 # Of middling lightness: readable on white and on near-black.
 PALETTE = ("#2f7fe0", "#e8710a", "#12a67c", "#a25ae0", "#d9415d", "#b8930f", "#1596ad", "#d152a4")
+DECADES = 1e5  # that a log axis shows below its highest value
 TEXT = "#010203"  # stands for the page's text colour until the SVG is written
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -66,6 +67,8 @@ def line_plot(
             axes.annotate(label, (update, 1), (3, -8), xycoords=("data", "axes fraction"), textcoords="offset points")
         if log and _span(series) > 10:
             axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            axes.set_ylim(bottom=max(low, high / DECADES))
         elif percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1))
             axes.set_ylim(bottom=0)
