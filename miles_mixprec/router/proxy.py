@@ -35,7 +35,7 @@ HEARTBEAT_PATHS = frozenset({"/generate", "/v1/chat/completions", "/v1/completio
 RETRYABLE = frozenset({502, 503, 504})
 SMALL_REPLY = 2 * 2**20  # bytes; read whole, so that a torn one can be asked for again
 RETRY_PAUSE_S = 0.1  # before the same engine is tried again, doubling
-IDLE_MEANS_LOST_S = 10.0  # an engine without work for this long has dropped the turns it still owes
+LOST_AFTER_S = 20.0  # that a turn must be missing from what its engine says it is doing
 TICK_S = 0.25
 
 
@@ -368,8 +368,25 @@ class Proxy:
         for turn in list(engine.in_flight):
             self.interrupt(turn, TurnLost(reason))
 
+    def take_back_lost(self, engine: Engine) -> None:
+        """Send again the turns of which the engine has known nothing for long enough; called after each look at it.
+
+        How many are missing is known, which ones is not: the oldest are suspected, and on an engine that is still
+        busy only those that take twice as long as 99% of the pool's turns.
+        """
+        now, since = self._now(), engine.missing_since
+        if since is None or now - since < LOST_AFTER_S:
+            return
+        suspects = sorted((t for t in engine.in_flight if t.progress < since), key=lambda turn: turn.sent_at)
+        usual = engine.pool.latencies.quantile(0.99)
+        for turn in suspects[: engine.missing]:
+            if not engine.running + engine.queued or (usual is not None and now - turn.sent_at > 2 * usual):
+                engine.lost += 1
+                self.interrupt(turn, TurnLost(f"no reply, and the engine knows nothing of it for {now - since:.0f} s"))
+        engine.missing_since = None
+
     def sweep(self) -> None:
-        """Deadlines, lost replies and heartbeats; called every TICK_S."""
+        """Deadlines and heartbeats; called every TICK_S."""
         now = self._now()
         for turn in list(self.turns):
             engine = turn.engine
@@ -377,17 +394,8 @@ class Proxy:
                 continue
             if now - turn.started > self.router.request_timeout_s:
                 self.interrupt(turn, Deadline(f"{engine.name}: no reply within {self.router.request_timeout_s:g} s"))
-            elif self._is_lost(turn, engine, now):
-                engine.lost += 1
-                self.interrupt(
-                    turn, TurnLost(f"the engine has had no work for {IDLE_MEANS_LOST_S:g} s but never replied")
-                )
             elif not turn.answered and now - turn.last_beat >= self.router.heartbeat_s:
                 self._beat(turn, engine, now)
-
-    def _is_lost(self, turn: Turn, engine: Engine, now: float) -> bool:
-        idle = engine.idle_since
-        return idle is not None and turn.progress < idle and now - idle > IDLE_MEANS_LOST_S
 
     def _beat(self, turn: Turn, engine: Engine, now: float) -> None:
         turn.last_beat = now

@@ -44,11 +44,12 @@ class Engine:
     version: int = 0
     breaker: str = "closed"  # closed | open | half-open
     failures: int = 0
-    cool_down_s: float = COOL_DOWN_S[0]
+    cool_down_s: float = field(default_factory=lambda: COOL_DOWN_S[0])
     retry_at: float = 0.0
     progress: float = 0.0  # loop time of the last byte or answer
     updating_since: float = 0.0
-    idle_since: float | None = None  # it has reported no work at all since then
+    missing: int = 0  # turns in flight that are not among those it says it is working on
+    missing_since: float | None = None
     running: int = 0
     queued: int = 0
     kv_use: float = 0.0

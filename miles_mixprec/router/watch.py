@@ -107,18 +107,23 @@ class Watch:
                 self.fleet.believe(engine)
 
     async def _read_load(self, engine: Engine) -> None:
+        began = self.fleet.clock()
         answer = await self._json(engine, "/v1/loads?include=core")
         loads = answer.get("loads") if answer is not None else None
         if not isinstance(loads, list) or not all(isinstance(load, dict) for load in loads):
-            engine.idle_since = None
+            engine.missing_since = None
             return
         engine.running = sum(_number(load, "num_running_reqs") for load in loads)
         engine.queued = sum(_number(load, "num_waiting_reqs") for load in loads)
         engine.kv_use = max((float(load.get("token_usage") or 0.0) for load in loads), default=0.0)
-        if engine.running or engine.queued:
-            engine.idle_since = None
-        elif engine.idle_since is None:
-            engine.idle_since = self.fleet.clock()
+        missing = sum(turn.progress < began for turn in engine.in_flight) - engine.running - engine.queued
+        if missing <= 0:
+            engine.missing_since = None
+        elif engine.missing_since is None:
+            engine.missing, engine.missing_since = missing, began
+        else:
+            engine.missing = min(engine.missing, missing)
+        self.proxy.take_back_lost(engine)
 
     async def _json(self, engine: Engine, path: str) -> dict[str, Any] | None:
         async with self.upstream.session.get(engine.address(path)) as reply:

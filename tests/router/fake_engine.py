@@ -19,13 +19,15 @@ from aiohttp import web
 @dataclass
 class FakeEngine:
     version: int | str = 0
-    mode: str = "normal"  # normal | hang | drop | half | trickle | storm | idle-drop
+    mode: str = "normal"  # normal | hang | drop | half | trickle | storm | forget
     storm_status: int = 503
     healthy: bool = True
     reported_version: int | str | None = None  # a lie; None: the truth
     kv_use: float = 0.1
     queued: int = 0
     latency: float = 0.0
+    name: str = ""  # as the router knows it
+    loads_status: int = 200
     url: str = ""
     asked: list[str] = field(default_factory=list)
     answered: list[str] = field(default_factory=list)
@@ -34,6 +36,7 @@ class FakeEngine:
     aborted: list[Any] = field(default_factory=list)
     cancelled: int = 0
     running: int = 0
+    forgotten: int = 0  # of the running ones: turns it will never answer and does not report
     runner: web.AppRunner | None = None
 
     async def start(self, port: int = 0) -> FakeEngine:
@@ -74,7 +77,9 @@ class FakeEngine:
     async def _loads(self, request: web.Request) -> web.Response:
         if self.mode == "hang":
             await asyncio.sleep(3600)
-        load = {"num_running_reqs": self.running, "num_waiting_reqs": self.queued, "token_usage": self.kv_use}
+        if self.loads_status != 200:
+            return web.Response(status=self.loads_status)
+        load = {"num_running_reqs": self.running - self.forgotten, "num_waiting_reqs": self.queued, "token_usage": self.kv_use}
         return web.json_response({"loads": [load]})
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -94,7 +99,7 @@ class FakeEngine:
         self.asked.append(turn)
         if self.mode == "storm":
             return web.json_response({"error": "busy"}, status=self.storm_status)
-        self.running += self.mode != "idle-drop"
+        self.running += 1
         try:
             await asyncio.sleep(float(asked.get("sleep", 0)) + self.latency)
             return await self._reply(request, turn, asked)
@@ -102,10 +107,16 @@ class FakeEngine:
             self.cancelled += 1
             raise
         finally:
-            self.running -= self.mode != "idle-drop" and self.running > 0
+            self.running -= 1
 
     async def _reply(self, request: web.Request, turn: str, asked: dict[str, Any]) -> web.StreamResponse:
-        if self.mode in ("hang", "idle-drop"):
+        if self.mode == "forget":
+            self.forgotten += 1
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                self.forgotten -= 1
+        if self.mode == "hang":
             await asyncio.sleep(3600)
         if self.mode == "drop":
             assert request.transport is not None
