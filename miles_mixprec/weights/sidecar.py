@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0
 CALL_TIMEOUT_S = 30.0
+_LONGEST_PAUSE_S = 5.0
 _INITIAL = ("default", "0")  # what an engine reports that still serves the model it was started from
 
 
@@ -114,13 +115,18 @@ class Sidecar:
         self._registered: tuple[float, dict[str, Any]] = (0.0, {})
 
     async def run(self) -> None:
-        """Step until cancelled; whatever fails is logged and tried again."""
+        """Step until cancelled. What fails is tried again after growing pauses, and logged when it changes."""
+        failures, told = 0, ""
         while True:
             try:
                 await self.step()
+                failures, told = 0, ""
             except (StoreError, EngineError, aiohttp.ClientError, asyncio.TimeoutError) as error:
-                logger.warning("%s: %s", self.engine.name, " ".join(str(error).split()) or type(error).__name__)
-            await asyncio.sleep(self._config.weights.poll_s)
+                failures += 1
+                if (text := " ".join(str(error).split()) or type(error).__name__) != told:
+                    logger.warning("%s: %s", self.engine.name, text)
+                    told = text
+            await asyncio.sleep(min(self._config.weights.poll_s * 2 ** min(failures, 10), _LONGEST_PAUSE_S))
 
     async def step(self) -> None:
         """Bring the engine to the newest version if it is not there, and keep it registered."""

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import weight_models as models
 
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights import delta, encode, store
 from miles_mixprec.weights.store import Store
-from tests.weights import models
 
 VIEWS = ["fp8", "nvfp4"]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import weight_models as models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights import delta, encode, store
 from miles_mixprec.weights.store import Store
-from tests.weights import models
 
 VIEWS = ["fp8", "nvfp4"]
 

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import weight_models as models
+from weight_runs import run_config, until, wait_for
 
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights import encode, store
-from tests.weights import models
-from tests.weights.runs import run_config, until, wait_for
 
 
 def start(root: Path, *arguments: str) -> subprocess.Popen[bytes]:

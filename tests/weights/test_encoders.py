@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import weight_models as models
 
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights import encoders, store
 from miles_mixprec.weights.checkpoint import Checkpoint, decode_checkpoint, encode_checkpoint, view_of
-from tests.weights import models
 
 ROOT = Path(__file__).parents[2]
 LAYER = "model.layers.0"

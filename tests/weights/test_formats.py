@@ -168,8 +168,11 @@ for weight in fp8_cases():
 def reference(code: str) -> list[list[list[int]]]:
     """Bytes of the tensors that `code` leaves in `out`, from a process that can import the reference on a CPU."""
     shims = Path(__file__).parents[2] / "examples" / "cpu_quickstart" / "shims"
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(shims), *filter(None, sys.path)])}
-    head = "import json, torch\nfrom tests.weights.test_formats import bits, fp8_cases, hard_cases\n"
+    env = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(shims), str(Path(__file__).parent), *filter(None, sys.path)]),
+    }
+    head = "import json, torch\nfrom test_formats import bits, fp8_cases, hard_cases\n"
     tail = "\nprint(json.dumps([[bits(part).tolist() for part in parts] for parts in out]))"
     run = subprocess.run([sys.executable, "-c", head + code + tail], env=env, capture_output=True, text=True)
     if "No module named 'miles.utils" in run.stderr or "No module named 'compressed_tensors" in run.stderr:

@@ -9,15 +9,15 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+import weight_models as models
+from weight_fakes import FakeEngine, FakeRouter, fingerprint
+from weight_runs import run_config
 
 from miles_mixprec.config import Config
 from miles_mixprec.errors import EngineError, StoreError
 from miles_mixprec.weights import encode, sidecar, store
 from miles_mixprec.weights.checkpoint import decode_checkpoint
 from miles_mixprec.weights.sidecar import Engine, Sidecar
-from tests.weights import models
-from tests.weights.fakes import FakeEngine, FakeRouter, fingerprint
-from tests.weights.runs import run_config
 
 FAILURES = (StoreError, EngineError, aiohttp.ClientError, asyncio.TimeoutError)
 

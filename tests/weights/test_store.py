@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import weight_models as models
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -16,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights import delta, store
 from miles_mixprec.weights.store import Pointer, Store
-from tests.weights import models
 
 CONFIG = models.CONFIG
 
