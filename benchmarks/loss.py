@@ -5,7 +5,7 @@
 One tensor-parallel shard of two, V = 248,320, so 124,160 columns; a head of 128 or top-p supports whose sizes are like
 those measured at top-p 0.97 (mean 8, median 2, p99 82). Each path runs forward and backward to the gradient of the
 logits, in a process of its own, and is charged for everything it needs: Miles 0.0.2 takes fp32 logits only, so with
-bf16 logits the cast to fp32 that Megatron makes for it counts. Extra memory is the peak above logits, data and the warm
+bf16 logits the cast to fp32 that Megatron makes for it counts. Extra memory is the peak above logits, data and warm
 process; it includes the gradient of the logits, which no path can do without. Times are medians; on the CPU the
 allocator keeps freed memory while they are taken, so that no path pays for page faults twice.
 """

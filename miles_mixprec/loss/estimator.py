@@ -47,8 +47,8 @@ class Rule:
     none  1        tis  r clipped to [low, high], low = 0 as a rule
     is    r        mis  r inside [low, high], 0 outside (IcePop, arXiv 2510.18855); both bounds are inside
 
-    `low` and `high` are ratios: numbers, or tensors [T] with a band for each row. Raises ContractError unless
-    0 <= low < high and high is finite (tis, mis).
+    `low` and `high` are ratios: numbers, or tensors [T] with a band for each row. An unbounded r stops at the square
+    root of the largest float. Raises ContractError unless 0 <= low < high and high is finite (tis, mis).
     """
 
     name: str = "none"
@@ -82,7 +82,7 @@ class Rule:
             return log_ratio.where(self.inside(log_p, log_q), -math.inf).exp()
         if self.name == "tis":
             return torch.clamp(log_ratio, *_tensors(log_ratio, _log(self.low), _log(self.high))).exp()
-        return log_ratio.exp()
+        return log_ratio.clamp(max=math.log(torch.finfo(log_p.dtype).max) / 2).exp()
 
     def mass(self, log_p: Tensor, log_q: Tensor) -> Tensor:
         """q f(p/q), without forming the ratio."""
@@ -154,6 +154,7 @@ def token_losses(
     shard = shard or Shard(logits.size(-1))
     if not (math.isfinite(temperature) and temperature > 0):
         raise ContractError(f"temperature {temperature}: must be finite and above 0")
+    _check_shapes(logits, active, (sampled_ids, sampled_log_q, advantages), head_ids, head_log_q)
     row = active.nonzero()[:, 0]
     taken, rule = (x[row] for x in (sampled_ids, sampled_log_q, advantages)), rule.at(row)
     sampled_ids, sampled_log_q, advantages = taken
@@ -284,6 +285,18 @@ def take_rows(offsets: Tensor, rows: Tensor, *columns: Tensor) -> tuple[Tensor, 
     index = torch.arange(int(new_offsets[-1]), device=offsets.device)
     index += torch.repeat_interleave(offsets[rows] - new_offsets[:-1], counts, output_size=index.numel())
     return new_offsets, *(column[index] for column in columns)
+
+
+def _check_shapes(
+    logits: Tensor, active: Tensor, columns: tuple[Tensor, ...], head_ids: Tensor | None, head_log_q: Tensor | None
+) -> None:
+    rows = logits.size(0)
+    if any(x.shape != (rows,) for x in (active, *columns)):
+        shapes = [tuple(x.shape) for x in (active, *columns)]
+        raise ContractError(f"{rows} rows of logits with per-token inputs of shapes {shapes}; each must be ({rows},)")
+    heads = [tuple(x.shape) for x in (head_ids, head_log_q) if x is not None]
+    if any(len(shape) != 2 or shape[0] != rows or shape != heads[0] for shape in heads):
+        raise ContractError(f"{rows} rows of logits with a head of shapes {heads}; both must be ({rows}, k)")
 
 
 def _sampler_tail(log_q: Tensor, recorded: torch.dtype) -> Tensor:

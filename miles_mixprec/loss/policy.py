@@ -20,7 +20,7 @@ from torch import Tensor
 
 from miles_mixprec import miles
 from miles_mixprec.config import Algo, from_args
-from miles_mixprec.errors import ConfigError
+from miles_mixprec.errors import ConfigError, ContractError
 from miles_mixprec.loss import contracts, metrics
 from miles_mixprec.loss.contracts import Violation
 from miles_mixprec.loss.estimator import Estimate, Rule, on_head, on_support, take_rows
@@ -202,12 +202,14 @@ class MicroBatch:
     def tokens(self, run: Run, rejected: set[int]) -> Tokens:
         """The active response tokens of the samples that are left."""
         batch, local = self.batch, self.scored
-        mask = torch.cat(list(batch["loss_masks"])).cpu().numpy() != 0
+        mask = torch.cat(self._aligned("loss_masks", np.asarray(batch["response_lengths"]))).cpu().numpy() != 0
         index = self.starts[local.sample] + local.position
         active = np.flatnonzero(mask[index] & ~np.isin(local.sample, list(rejected)))
         sample, position = local.sample[active], local.position[active]
         names = ["advantages", "rollout_log_probs"] + ["ref_log_probs"] * (run.algo.kl_coef > 0)
-        values = self._at_scored(torch.stack([torch.cat(list(batch[name])).float() for name in names], dim=1).detach())
+        held = np.bincount(self.reduced.sample, minlength=len(batch["response_lengths"]))
+        columns = [torch.cat(self._aligned(name, held)).float() for name in names]
+        values = self._at_scored(torch.stack(columns, dim=1).detach())
         place = self._to_device(active)
         values = values[place]
         token_starts = np.concatenate(([0], np.cumsum(batch["total_lengths"])))
@@ -220,8 +222,8 @@ class MicroBatch:
         if run.algo.support:
             sets = self._support(sample, position)
         elif run.head:
-            columns = (("rollout_topk_token_ids", np.int32), ("rollout_topk_log_probs", np.float32))
-            heads = [_take(self.column(key), sample, position, (run.algo.head,), kind) for key, kind in columns]
+            keys = (("rollout_topk_token_ids", np.int32), ("rollout_topk_log_probs", np.float32))
+            heads = [_take(self.column(key), sample, position, (run.algo.head,), kind) for key, kind in keys]
             sets = tuple(map(self._to_device, heads))
         return Tokens(
             rows=torch.from_numpy(local.rows[active]),
@@ -264,6 +266,18 @@ class MicroBatch:
             report[f"mixprec/{group}/rejected_num"] = torch.tensor(float(counted * (member & bad).sum()))
             report[f"mixprec/{group}/rejected_den"] = torch.tensor(float(counted * member.sum()))
         return report
+
+    def _aligned(self, key: str, lengths: np.ndarray) -> list[Tensor]:
+        """Miles' entry `key`, whose samples must have these lengths. Raises ContractError."""
+        values = list(self.batch[key])
+        found = [value.numel() for value in values]
+        if found != lengths.tolist():
+            i = next(i for i, (a, b) in enumerate(zip(found, lengths, strict=True)) if a != b)
+            raise ContractError(
+                f"sample {i} of pool {self.pools[i]}: {key} has {found[i]} values for {lengths[i]} response tokens; "
+                "the generate hook must return one per token"
+            )
+        return values
 
     def _at_scored(self, values: Tensor) -> Tensor:
         if self.scored is self.reduced:

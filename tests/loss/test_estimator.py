@@ -207,6 +207,25 @@ def test_temperature_out_of_range(temperature):
         token_losses(torch.zeros(1, 4), one, own, own, rule=Rule(), centering=False, temperature=temperature)
 
 
+@pytest.mark.parametrize("short", ["sampled_log_q", "advantages", "head_log_q", "active"])
+def test_shapes_must_fit(short):
+    columns = {
+        "sampled_ids": torch.tensor([0, 1]),
+        "sampled_log_q": torch.full((2,), -1.0),
+        "advantages": torch.ones(2),
+        "active": torch.ones(2, dtype=torch.bool),
+        "head_ids": torch.tensor([[0], [1]]),
+        "head_log_q": torch.full((2, 1), -1.0),
+    }
+    columns[short] = columns[short][:1]
+    with pytest.raises(ContractError, match="2 rows of logits"):
+        token_losses(torch.zeros(2, 4), rule=Rule(), centering=True, **columns)
+
+
+def test_an_unbounded_ratio_stays_finite():
+    assert Rule("is").weight(torch.tensor([-1.0]), torch.tensor([-200.0])).isfinite()
+
+
 def test_published_floors():
     """With a floor both tails are floored, as published code does: alpha = q_T / 1e-6 for a trainer tail of 1e-8."""
     p = torch.tensor([0.6, 0.4 - 1e-8, 1e-8], dtype=F64)

@@ -359,6 +359,16 @@ def test_without_any_record_the_run_stops():
         rig.run_loss(args, batch, rig.local_logits(data, THD, (0, 1), (0, 1)))
 
 
+@pytest.mark.parametrize("key", ["rollout_log_probs", "advantages", "loss_masks"])
+def test_entries_of_other_lengths_stop_the_run(key):
+    data = rig.make_data()
+    rig.set_parallel()
+    batch = rig.local_batch(data, THD, (0, 1))
+    batch[key] = [*batch[key][:2], batch[key][2][:-1], batch[key][3]]
+    with pytest.raises(ContractError, match=rf"sample 2 of pool a: {key} has 10 values for 11 response tokens"):
+        rig.run_loss(rig.miles_args(rig.mixprec("grpo")), batch, rig.local_logits(data, THD, (0, 1), (0, 1)))
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "remedy"),
     [
