@@ -10,6 +10,7 @@ Finished cells are kept as data and not run again; an unfinished one goes on fro
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ console = Console(highlight=False)
 
 
 def main(words: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         options = parse(words)
         study = load_study(options["study"])
@@ -71,11 +73,12 @@ def parse(words: Sequence[str]) -> dict[str, str]:
 def run(study: Study, chosen: Sequence[Cell]) -> list[Cell]:
     """Run the cells that are not kept yet, one after the other, and keep them. Returns those that failed."""
     todo = missing(study, chosen)
-    console.print(f"{study.name}: {study.purpose}. {len(chosen) - len(todo)} of {len(chosen)} cells are kept")
+    kept = len(chosen) - len(todo)
+    console.print(f"{study.name}: {study.purpose}. {kept} of {len(chosen)} cells are kept", soft_wrap=True)
     failed: list[Cell] = []
     begun = time.monotonic()
     for index, cell in enumerate(todo):
-        console.print(command_line(study, cell), soft_wrap=True, style="dim")
+        console.print(command_line(study, cell), soft_wrap=True)
         status = _run(study, cell, f"{cell.name} ({index + 1} of {len(todo)})")
         if status:
             failed.append(cell)
@@ -100,8 +103,8 @@ def _run(study: Study, cell: Cell, label: str) -> int:
                 progress.update(bar, completed=len(finished(log.read())))
                 time.sleep(POLL_S)
         finally:
-            if process.poll() is None:  # interrupted, and so is the cell, which stops what it started
-                process.wait()
+            process.terminate()  # if this one was interrupted; the cell stops what it started and can go on later
+            process.wait()
         return process.returncode
 
 
