@@ -11,23 +11,20 @@ import json
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import zstandard
 from torch import Tensor
 
 from miles_mixprec import miles
 from miles_mixprec.config import Config, from_mapping
 from miles_mixprec.errors import CapabilityError, StoreError
 from miles_mixprec.weights import encoders
-from miles_mixprec.weights.checkpoint import Checkpoint
-from miles_mixprec.weights.delta import Replica, add_tensor, delta_base, stage
-from miles_mixprec.weights.store import INDEX, Entry, Manifest, Pointer, Store, Writer, checksum, init
+from miles_mixprec.weights.delta import Replica, add_tensor, delta_base
+from miles_mixprec.weights.store import Entry, Manifest, Pointer, Store, Writer, init
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +86,7 @@ class Publisher:
             writer.close()
         miles.weight_barrier()
         if dist.get_rank() == 0:
-            manifest = _seal(self._store, version, parts, _hf_config(self._args.hf_checkpoint), self._config)
+            manifest = _seal(self._store, version, parts, hf_config(self._args.hf_checkpoint), self._config)
             self._metrics |= _metrics(manifest)
         miles.weight_barrier()
         self.weight_version = version
@@ -113,83 +110,20 @@ def resume(config: Config, version: int) -> Store:
     return store.rewind(version) if store.views() else store
 
 
-def post_write(args: Namespace, version_dir: str, rollout_engines: Sequence[Any]) -> None:
-    """Miles 0.1's `--custom-update-weight-post-write-path`: publish what its disk-delta writer wrote.
-
-    For runs that keep `--update-weight-transfer-mode disk-delta`. The baseline (the call with the root directory)
-    becomes the version of `--hf-checkpoint`, each delta the next one. Acts on rank 0. Raises StoreError.
-    """
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
-    config = from_mapping(args.mixprec)
-    name = Path(version_dir).name
-    if not name.startswith("weight_v"):
-        first = miles.start_version(args)
-        store = resume(config, first)
-        checkpoint = Checkpoint(Path(args.hf_checkpoint))
-        tensors = (
-            item
-            for unit in encoders.units(checkpoint.names)
-            for item in encoders.encode("bf16", {n: checkpoint[n] for n in unit}).items()
-        )
-        _publish(config, store, first, tensors, checkpoint.config)
-        return
-    store = init(config.weights.store, config.run_id)
-    pointer = store.latest("bf16")
-    if pointer is None:
-        raise StoreError(f"{version_dir} is a delta, but no baseline was published; register the hook from the start")
-    version = miles.start_version(args) + int(name.removeprefix("weight_v"))
-    if pointer.version != version - 1:
-        raise StoreError(
-            f"{version_dir} makes version {version}, but the store is at {pointer.version}; restart the run"
-        )
-    _publish(
-        config, store, version, _patched(store, pointer, Path(version_dir), config), _hf_config(args.hf_checkpoint)
-    )
-
-
-def _patched(store: Store, pointer: Pointer, delta: Path, config: Config) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the version that Miles' delta makes of `pointer`'s, checked against its checksums."""
-    metadata = json.loads((delta / INDEX).read_text())["metadata"]
-    changes = Checkpoint(delta) if any(delta.glob("*.safetensors")) else None
-    base = stage(store, "bf16", pointer, Path(config.run_dir) / "publish" / "base", verify=False)
-    unknown = set(changes.names if changes else ()) - base.manifest.tensors.keys()
-    if unknown:
-        raise StoreError(f"{delta}: tensor {min(unknown)} is not in version {pointer.version}")
-    for name, tensor in base.read():
-        if changes is None or name not in changes.names:
-            yield name, tensor
-            continue
-        wire = zstandard.ZstdDecompressor().decompress(changes[name].numpy().tobytes())
-        old = tensor.reshape(-1).view(torch.uint8).numpy()
-        new = _apply_miles_delta(metadata["delta_encoding"], old, np.frombuffer(wire, dtype=np.uint8))
-        if metadata["checksum_format"] == "xxh3-128" and checksum(new) != changes.metadata(name)[name]:
-            raise StoreError(f"{delta}: tensor {name} does not have the checksum that Miles wrote")
-        yield name, torch.from_numpy(new).view(tensor.dtype).view(tensor.shape)
-
-
-def _apply_miles_delta(encoding: str, old: np.ndarray, wire: np.ndarray) -> np.ndarray:
-    if encoding == "xor":
-        return wire ^ old
-    if encoding != "overwrite":
-        raise StoreError(
-            f"delta encoding {encoding!r} is unknown; use --update-weight-delta-encoding xor or overwrite"
-        )
-    count = int(wire[:4].view("<u4")[0])
-    new = old.copy()
-    new[wire[4 : 4 + 4 * count].view("<u4")] = wire[4 + 4 * count :]
-    return new
-
-
-def _publish(
-    config: Config, store: Store, version: int, tensors: Iterator[tuple[str, Tensor]], hf_config: Mapping[str, Any]
+def publish_tensors(
+    config: Config, store: Store, version: int, tensors: Iterable[tuple[str, Tensor]], model: Mapping[str, Any]
 ) -> None:
+    """Publish a BF16 version from one process. Raises StoreError."""
     writer = _part(config, store, version, 0)
     for named in tensors:
         writer([named])
     writer.close()
-    _seal(store, version, 1, hf_config, config)
+    _seal(store, version, 1, model, config)
     miles.set_trainer_version(version)
+
+
+def hf_config(checkpoint: str) -> dict[str, Any]:
+    return json.loads((Path(checkpoint) / "config.json").read_text())
 
 
 class _PartSink:
@@ -213,14 +147,14 @@ def _part(config: Config, store: Store, version: int, part: int) -> _PartSink:
     return _PartSink(store.writer("bf16", version, part=part, base=base.manifest.version if base else None), base)
 
 
-def _seal(store: Store, version: int, parts: int, hf_config: Mapping[str, Any], config: Config) -> Manifest:
+def _seal(store: Store, version: int, parts: int, model: Mapping[str, Any], config: Config) -> Manifest:
     """Make the version visible. One that an earlier attempt published stays, if the trainer came to the same bytes.
 
     Raises StoreError if it did not.
     """
     published = store.manifest("bf16", version)
     if published is None:
-        manifest = store.seal("bf16", version, parts=parts, config=hf_config)
+        manifest = store.seal("bf16", version, parts=parts, config=model)
         store.prune("bf16", config.weights.keep_versions)
         return manifest
     written = {
@@ -235,15 +169,12 @@ def _seal(store: Store, version: int, parts: int, hf_config: Mapping[str, Any], 
             "checkpoint that the trainer loaded is not the one of that version"
         )
     store.discard_parts("bf16", version)
+    store.point("bf16", Pointer(version, store.run, store.attempt, published.digest))
     return published
 
 
 def _digest(tensors: Mapping[str, Entry], name: str) -> str | None:
     return tensors[name].xxh3 if name in tensors else None
-
-
-def _hf_config(checkpoint: str) -> dict[str, Any]:
-    return json.loads((Path(checkpoint) / "config.json").read_text())
 
 
 def _metrics(manifest: Manifest) -> dict[str, float]:

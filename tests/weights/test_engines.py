@@ -247,7 +247,7 @@ def test_engines_follow_fifty_versions_under_load(tmp_path: Path, router: tuple[
         end(engines["bf16/0"])  # an engine dies and comes back with the model of version 0
         engines["bf16/0"] = start_engine(model, int(urls["bf16/0"].rsplit(":", 1)[1]))
         until(lambda: serving("bf16/0") is None, seconds=60)
-        until(lambda: serving("bf16/0") == VERSIONS - 1, seconds=120)
+        until(lambda: serving("bf16/0") == VERSIONS - 1, seconds=240)
         probes.append(("bf16", VERSIONS - 1, generate(urls["bf16/0"], PROBE, 4)))
     finally:
         for load in loads:

@@ -20,7 +20,7 @@ import zstandard
 from weight_runs import run_config
 
 from miles_mixprec.errors import CapabilityError, StoreError
-from miles_mixprec.weights import publisher, store
+from miles_mixprec.weights import disk_delta, publisher, store
 from miles_mixprec.weights.store import Store
 
 HERE = Path(__file__).parent
@@ -159,12 +159,12 @@ def write_delta(directory: Path, old: dict[str, torch.Tensor], new: dict[str, to
 def test_the_post_write_hook_publishes_what_disk_delta_wrote(encoding: str, tmp_path: Path) -> None:
     opened = run_in(tmp_path)
     args, tensors = arguments(tmp_path), models.moe()
-    publisher.post_write(args, str(tmp_path / "miles"), [])
+    disk_delta.post_write(args, str(tmp_path / "miles"), [])
     for version in (1, 2):
         new = models.trained(tensors, version)
         new["lm_head.weight"] = tensors["lm_head.weight"]
         written = write_delta(tmp_path / "miles" / f"weight_v{version:06d}", tensors, new, encoding)
-        publisher.post_write(args, str(written), [])
+        disk_delta.post_write(args, str(written), [])
         tensors = new
         assert opened.latest("bf16").version == version
         assert all(torch.equal(tensor, new[name]) for name, tensor in opened.read("bf16", version))
@@ -174,13 +174,15 @@ def test_the_post_write_hook_refuses_a_gap_and_a_wrong_checksum(tmp_path: Path) 
     run_in(tmp_path)
     args, old, new = arguments(tmp_path), models.moe(), models.trained(models.moe(), 1)
     with pytest.raises(StoreError, match="no baseline"):
-        publisher.post_write(args, str(write_delta(tmp_path / "a" / "weight_v000001", old, new, "xor")), [])
-    publisher.post_write(args, str(tmp_path / "miles"), [])
+        disk_delta.post_write(args, str(write_delta(tmp_path / "a" / "weight_v000001", old, new, "xor")), [])
+    disk_delta.post_write(args, str(tmp_path / "miles"), [])
     with pytest.raises(StoreError, match="the store is at 0"):
-        publisher.post_write(args, str(write_delta(tmp_path / "b" / "weight_v000002", old, new, "xor")), [])
+        disk_delta.post_write(args, str(write_delta(tmp_path / "b" / "weight_v000002", old, new, "xor")), [])
+    with pytest.raises(StoreError, match="resumed at version 3"):
+        disk_delta.post_write(arguments(tmp_path, start_rollout_id=3), str(tmp_path / "miles"), [])
     other = models.trained(models.moe(), 9)
     with pytest.raises(StoreError, match="does not have the checksum"):
-        publisher.post_write(args, str(write_delta(tmp_path / "c" / "weight_v000001", other, new, "xor")), [])
+        disk_delta.post_write(args, str(write_delta(tmp_path / "c" / "weight_v000001", other, new, "xor")), [])
 
 
 DISK_DELTA = """
