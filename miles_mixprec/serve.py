@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -12,15 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
 import yaml
 
+from miles_mixprec import doctor
 from miles_mixprec.config import Config, to_mapping
-from miles_mixprec.errors import ConfigError, EngineError
+from miles_mixprec.errors import CapabilityError, ConfigError, EngineError
 from miles_mixprec.guard.signals import CONFIG
 from miles_mixprec.providers.base import Engine, Provider, await_engines
 from miles_mixprec.providers.local import LocalProvider
 from miles_mixprec.providers.process import EngineProcess
 from miles_mixprec.providers.static import StaticProvider
+from miles_mixprec.rollout.capture import read_reply, request_body
 from miles_mixprec.weights.checkpoint import decode_checkpoint, encode_checkpoint
 
 Say = Callable[[str], None]
@@ -85,6 +89,7 @@ def running(
             timeout_s=timeout_s,
             on_ready=lambda engine: say(f"engine {engine.name} at {engine.url}"),
         )
+        asyncio.run(require_capabilities(config, engines))
         _start_followers(services, engines)
         _await_registration(services, engines)
         yield services
@@ -146,14 +151,41 @@ def start_models(config: Config) -> dict[str, str]:
     return models
 
 
+async def require_capabilities(config: Config, engines: Sequence[Engine]) -> None:
+    """Ask every engine for what the arm records. Raises CapabilityError or EngineError for the first that cannot."""
+    algo, prompt = config.algo, list(range(1, 9))
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
+        for engine in engines:
+            assert engine.url is not None
+            try:
+                for check in await doctor.check_engine(http, engine.name, engine.url, algo, prompt):
+                    if check.status == "failed":
+                        raise CapabilityError(f"pool {engine.pool}: engine {engine.name}: {check.name}: {check.detail}")
+                body = request_body(algo, prompt, {"max_new_tokens": 4, "ignore_eos": True})
+                async with http.post(f"{engine.url}/generate", json=body) as answer:
+                    read_reply(algo, await answer.json(), pool=engine.pool)
+            except (aiohttp.ClientError, KeyError, TypeError, ValueError) as error:
+                raise EngineError(
+                    f"pool {engine.pool}: engine {engine.name} at {engine.url} answers garbage "
+                    f"({type(error).__name__}: {error}); is it SGLang 0.5.23 or later?"
+                ) from error
+
+
 def _provider(config: Config, python: str, env: Mapping[str, str], models: Mapping[str, str]) -> Provider:
     match config.fleet.provider:
         case "static":
             return StaticProvider(config.fleet)
         case "local":
             return LocalProvider(config.fleet, config.run_dir, python=python, extra_env=env, models=models)
+        case "ray":
+            import ray
+
+            from miles_mixprec.providers.ray import Launch, RayProvider
+
+            ray.init(address="auto", log_to_driver=False, ignore_reinit_error=True)
+            return RayProvider(config.fleet, Launch(config.run_dir, python=python, extra_env=env, models=models))
         case other:
-            raise ConfigError(f"fleet.provider={other}: serve launches static and local fleets; see docs/fleet.md")
+            raise ConfigError(f"fleet.provider={other}: deployed on its own, see docs/fleet.md; list its URLs as static")
 
 
 def _start_router(services: Services) -> str:

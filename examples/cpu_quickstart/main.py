@@ -37,6 +37,10 @@ PROMPTS, TRAIN_SEED, EVAL_SEED = 4096, 11, 12
 console = Console()
 
 
+class RunStopped(MixprecError):
+    """The guard saw a collapse and guard.action=stop."""
+
+
 def main(overrides: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
@@ -116,7 +120,9 @@ def _watch(config: Config, services: serve.Services, trainer: EngineProcess) -> 
             updates = len(read_signals(config.run_dir))
             if config.guard.enabled and updates > seen:
                 seen = updates
-                watch.check(config.run_dir, config.guard, drain)
+                decision = watch.check(config.run_dir, config.guard, drain)
+                if decision is not None and decision.stop:
+                    raise RunStopped(f"the guard ended the run after update {decision.update}: {'; '.join(decision.reasons)}")
             time.sleep(0.5)
         if trainer.returncode != 0:
             raise EngineError(f"Miles ended with status {trainer.returncode}: {trainer.cause()}; see {trainer.log}")
@@ -129,7 +135,7 @@ def _watch(config: Config, services: serve.Services, trainer: EngineProcess) -> 
 def _trainer_environment() -> dict[str, str]:
     path = [str(SHIMS), str(HERE), str(ROOT)]
     if source := os.environ.get("MILES_SOURCE"):
-        path.append(source)
+        path += [source, str(ENGINE_SGLANG.parent / "sglang-0.5.16")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path),
         "MIXPREC_CPU_TRAINER": "1",
