@@ -52,7 +52,9 @@ def write_files(config: Config) -> None:
     """Write the files that `miles_flags` names into the run directory."""
     directory = Path(config.run_dir)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_FILE).write_text(yaml.safe_dump({**config.miles_config, "mixprec": to_mapping(config)}, sort_keys=False))
+    (directory / CONFIG_FILE).write_text(
+        yaml.safe_dump({**config.miles_config, "mixprec": to_mapping(config)}, sort_keys=False)
+    )
     group = {"worker_type": "placeholder", "num_gpus": 1}
     model = {"name": "default", "server_groups": [group]}
     (directory / PLACEHOLDER_FILE).write_text(yaml.safe_dump({"sglang": [model]}, sort_keys=False))

@@ -77,7 +77,8 @@ def gather_hf(
     model_name: str,
     sink: Callable[[list[tuple[str, torch.Tensor]]], None],
 ) -> None:
-    """Feed the model to `sink` in buckets of unquantised Hugging Face tensors, with Miles' own gather and name mapping.
+    """Feed the model to `sink` in buckets of unquantised Hugging Face tensors, with Miles' own gather and name
+    mapping.
 
     Collective: every rank calls it; `sink` is called on the ranks that `weight_part` says write. Tensors are gathered
     over tensor and expert parallelism, buckets bounded by `--update-weight-buffer-size`.
@@ -102,13 +103,16 @@ def weight_barrier() -> None:
 
 
 def start_version(args: Namespace) -> int:
-    """Updates that the model holds when the trainer starts: 0, or one more than the rollout a checkpoint was saved after."""
+    """Updates that the model holds when the trainer starts: 0, or one more than the rollout a checkpoint was saved
+    after.
+    """
     if args.start_rollout_id is not None:
         return int(args.start_rollout_id)
     saved = args.ckpt_step
     if saved is None:
         saved = (Path(args.load) / "latest_checkpointed_iteration.txt").read_text()
     return int(saved) + 1
+
 
 # --- rollout manager -----------------------------------------------------------------------------------------------
 
@@ -260,7 +264,7 @@ def _tracking_registry() -> dict[str, Any]:
         from miles.utils.tracking_utils.tracking import BACKEND_REGISTRY
     else:
         from miles.utils.tracking_utils.base import BACKEND_REGISTRY
-    return BACKEND_REGISTRY  # type: ignore[no-any-return]
+    return BACKEND_REGISTRY
 
 
 def _expect(function: Callable[..., Any], names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Everything of a run but Miles: router, engines, view encoders and sidecars, started, watched and stopped together."""
+"""Everything of a run but Miles: router, engines, encoders, sidecars, started, watched and stopped together."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Services:
         for name, process in self.processes.items():
             if process.returncode is not None:
                 raise EngineError(
-                    f"{name} ended with status {process.returncode}: {process.cause()}; see {process.log}, then run again"
+                    f"{name} ended with status {process.returncode}: {process.cause()}; see {process.log}, run again"
                 )
         assert self.provider is not None
         for engine in self.provider.list():
@@ -160,7 +160,9 @@ async def require_capabilities(config: Config, engines: Sequence[Engine]) -> Non
             try:
                 for check in await doctor.check_engine(http, engine.name, engine.url, algo, prompt):
                     if check.status == "failed":
-                        raise CapabilityError(f"pool {engine.pool}: engine {engine.name}: {check.name}: {check.detail}")
+                        raise CapabilityError(
+                            f"pool {engine.pool}: engine {engine.name}: {check.name}: {check.detail}"
+                        )
                 body = request_body(algo, prompt, {"max_new_tokens": 4, "ignore_eos": True})
                 async with http.post(f"{engine.url}/generate", json=body) as answer:
                     read_reply(algo, await answer.json(), pool=engine.pool)
@@ -185,7 +187,9 @@ def _provider(config: Config, python: str, env: Mapping[str, str], models: Mappi
             ray.init(address="auto", log_to_driver=False, ignore_reinit_error=True)
             return RayProvider(config.fleet, Launch(config.run_dir, python=python, extra_env=env, models=models))
         case other:
-            raise ConfigError(f"fleet.provider={other}: deployed on its own, see docs/fleet.md; list its URLs as static")
+            raise ConfigError(
+                f"fleet.provider={other}: deployed on its own, see docs/fleet.md; list its URLs as static"
+            )
 
 
 def _start_router(services: Services) -> str:
@@ -228,7 +232,7 @@ def _await_registration(services: Services, engines: Sequence[Engine], timeout_s
         services.check()
         if time.monotonic() > deadline:
             raise EngineError(
-                f"pool {missing[0].pool}: engine {missing[0].name} is not registered with the router after {timeout_s:g} s; "
+                f"pool {missing[0].pool}: engine {missing[0].name} is unknown to the router after {timeout_s:g} s; "
                 f"see {services.processes['sidecars'].log}"
             )
         time.sleep(0.1)

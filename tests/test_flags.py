@@ -37,7 +37,9 @@ def as_dict(flags):
 def test_recipe_of_the_default_arm():
     flags = as_dict(miles_flags(load(), generation="0.0.2"))
     assert flags["rollout-top-p"] == "0.97" and flags["rollout-top-k"] == "64"
-    assert flags["disable-grpo-std-normalization"] and flags["calculate-per-token-loss"] and flags["use-rollout-logprobs"]
+    assert (
+        flags["disable-grpo-std-normalization"] and flags["calculate-per-token-loss"] and flags["use-rollout-logprobs"]
+    )
     assert flags["global-batch-size"] == "32"
     assert flags["sglang-server-concurrency"] == "48"
     assert flags["rollout-function-path"] == "miles_mixprec.miles.generate_rollout"
@@ -56,12 +58,14 @@ def test_flags_of_the_integration_cannot_be_overridden(flag):
 
 
 def test_the_router_s_port_must_be_known():
-    with pytest.raises(ConfigError, match="router.port"):
+    with pytest.raises(ConfigError, match=r"router\.port"):
         miles_flags(load("router.port=0"), generation="0.0.2")
 
 
 def test_user_flags_follow_and_win_over_the_recipe():
-    flags = miles_flags(load("+miles_args.lr=0.5", "+miles_args.spec=[a,b]", "+miles_args.swiglu=true"), generation="0.1")
+    flags = miles_flags(
+        load("+miles_args.lr=0.5", "+miles_args.spec=[a,b]", "+miles_args.swiglu=true"), generation="0.1"
+    )
     assert flags.count("--lr") == 1 and flags[flags.index("--lr") + 1] == "0.5"
     assert flags[flags.index("--spec") + 1 :][:2] == ["a", "b"]
     assert "--swiglu" in flags

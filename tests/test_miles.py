@@ -1,4 +1,4 @@
-"""The seams in Miles itself, on every Miles at hand: 0.0.2 from the environment, 0.1 where MILES_SOURCE points at one."""
+"""The seams in Miles itself: in 0.0.2 from the environment, and in 0.1 where MILES_SOURCE points at a checkout."""
 
 import json
 import os
@@ -32,7 +32,9 @@ def run_with_miles(generation, program):
         "PYTHONWARNINGS": "ignore",
         "SGLANG_USE_CPU_ENGINE": "1",
     }
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -17,7 +17,9 @@ from miles_mixprec.providers.base import Engine
 
 def test_a_run_folder_belongs_to_one_configuration(tmp_path):
     serve.claim_run_dir(load(run_dir=tmp_path))
-    serve.claim_run_dir(load("updates=9", "guard.action=stop", "router.port=1", run_dir=tmp_path))  # resumed for longer
+    serve.claim_run_dir(
+        load("updates=9", "guard.action=stop", "router.port=1", run_dir=tmp_path)
+    )  # resumed for longer
     with pytest.raises(ConfigError, match=r"another algo; choose another run_dir"):
         serve.claim_run_dir(load("algo=grpo", run_dir=tmp_path))
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["updates"] == 9
@@ -74,7 +76,9 @@ def test_an_engine_that_answers_garbage_stops_the_start(answering, body):
 def test_an_engine_that_ignores_the_temperature_stops_the_start(answering):
     entries = [[-0.1 * i, i, None] for i in range(8)]
     meta = {"output_token_logprobs": [entries[0]], "output_top_logprobs": [entries], "weight_version": "0"}
-    with pytest.raises(CapabilityError, match=r"pool fp8: engine fp8/0: log-prob temperature: .*RETURN_ORIGINAL_LOGPROB"):
+    with pytest.raises(
+        CapabilityError, match=r"pool fp8: engine fp8/0: log-prob temperature: .*RETURN_ORIGINAL_LOGPROB"
+    ):
         asyncio.run(serve.require_capabilities(load(), [answering(json.dumps({"meta_info": meta}).encode())]))
 
 

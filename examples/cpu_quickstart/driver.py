@@ -1,10 +1,10 @@
 """Starts a local Ray with logical GPUs and trains: `python driver.py <Miles flags>`.
 
-Miles 0.1 brings its own loop, `train_async.py`, which runs as it is. The wheel of 0.0.2 ships none; the one below is its
-equivalent.
+Miles 0.1 brings its own loop, `train_async.py`, which runs as it is. The wheel of 0.0.2 ships none; the one below is
+its equivalent.
 
-Generation never waits for training: while update N is computed and published, the samplers go on, and the engines switch
-versions in the middle of episodes.
+Generation never waits for training: while update N is computed and published, the samplers go on, and the engines
+switch versions in the middle of episodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ async def train(args: Namespace) -> None:
         if rollout_id + 1 < args.num_rollout:
             upcoming = rollouts.generate.remote(rollout_id + 1)
         await actor.train(rollout_id, batch)
-        if should_run_periodic_action(rollout_id, args.save_interval, per_epoch, args.num_rollout) or _guard_asks(args):
+        if should_run_periodic_action(rollout_id, args.save_interval, per_epoch, args.num_rollout) or _guard_asks(
+            args
+        ):
             await actor.save_model(rollout_id, force_sync=rollout_id == args.num_rollout - 1)
             await rollouts.save.remote(rollout_id)
         await actor.update_weights()

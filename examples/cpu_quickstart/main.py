@@ -1,6 +1,6 @@
 """The main job: `bash run.sh [key=value ...]`. Prepares what is missing, starts the fleet and Miles, shows, reports.
 
-    python main.py updates=5 algo=grpo fleet=cpu_homogeneous run_dir=runs/try
+python main.py updates=5 algo=grpo fleet=cpu_homogeneous run_dir=runs/try
 """
 
 from __future__ import annotations
@@ -76,15 +76,33 @@ def prepare(config: Config) -> None:
 
 
 def _convert(config: Config) -> None:
-    owned = ("prompt-data", "input-key", "label-key", "rollout-shuffle", "qkv-format", "ref-load", "load", "save-interval")
+    owned = (
+        "prompt-data",
+        "input-key",
+        "label-key",
+        "rollout-shuffle",
+        "qkv-format",
+        "ref-load",
+        "load",
+        "save-interval",
+    )
     skipped = (*owned, "save", "num-gpus-per-node", "actor-num-nodes", "actor-num-gpus-per-node", "micro-batch-size")
     words = [w for key, value in config.miles_args.items() if key not in skipped for w in flags.words(key, value)]
     target = CACHE / "megatron"
-    command = [sys.executable, str(HERE / "convert.py"), "--hf-checkpoint", str(CACHE / "model"), "--save", str(target)]
+    command = [
+        sys.executable,
+        str(HERE / "convert.py"),
+        "--hf-checkpoint",
+        str(CACHE / "model"),
+        "--save",
+        str(target),
+    ]
     log = CACHE / "convert.log"
     with log.open("wb") as output:
         environment = _trainer_environment() | {"MASTER_PORT": str(free_port())}
-        status = subprocess.run([*command, *words], env=environment, stdout=output, stderr=output, check=False).returncode
+        status = subprocess.run(
+            [*command, *words], env=environment, stdout=output, stderr=output, check=False
+        ).returncode
     if status:
         raise EngineError(f"the conversion to Megatron ended with status {status}; see {log}")
 
@@ -122,7 +140,9 @@ def _watch(config: Config, services: serve.Services, trainer: EngineProcess) -> 
                 seen = updates
                 decision = watch.check(config.run_dir, config.guard, drain)
                 if decision is not None and decision.stop:
-                    raise RunStopped(f"the guard ended the run after update {decision.update}: {'; '.join(decision.reasons)}")
+                    raise RunStopped(
+                        f"the guard ended the run after update {decision.update}: {'; '.join(decision.reasons)}"
+                    )
             time.sleep(0.5)
         if trainer.returncode != 0:
             raise EngineError(f"Miles ended with status {trainer.returncode}: {trainer.cause()}; see {trainer.log}")

@@ -109,7 +109,9 @@ def warm_start(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -
     model.train()
     started = time.time()
     for step in range(RECIPE["steps"]):
-        ids, labels = _batch(tokenizer, [list(demonstration(next(rows), rng, RECIPE["mistakes"])) for _ in range(RECIPE["batch"])])
+        ids, labels = _batch(
+            tokenizer, [list(demonstration(next(rows), rng, RECIPE["mistakes"])) for _ in range(RECIPE["batch"])]
+        )
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -117,7 +119,10 @@ def warm_start(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast) -
         optimizer.zero_grad()
         schedule.step()
         if step % 100 == 0 or step + 1 == RECIPE["steps"]:
-            print(f"warm start {step + 1}/{RECIPE['steps']}: loss {loss.item():.3f}, {time.time() - started:.0f} s", flush=True)
+            print(
+                f"warm start {step + 1}/{RECIPE['steps']}: loss {loss.item():.3f}, {time.time() - started:.0f} s",
+                flush=True,
+            )
     model.eval()
 
 

@@ -1,8 +1,8 @@
 """The task: put digits in order by calling a tool, one swap a turn.
 
 The policy sees `sort 7 2 9 4` and answers each turn with one strict call, `<tool_call>swap 1 2</tool_call>` (positions
-count from 1) or `<tool_call>done</tool_call>`. The tool replies with the new row. The reward is 1 if the calls, replayed
-in a fresh environment, end in a sorted row and `done`; anything that does not parse is a format error.
+count from 1) or `<tool_call>done</tool_call>`. The tool replies with the new row. The reward is 1 if the calls,
+replayed in a fresh environment, end in a sorted row and `done`; anything that does not parse is a format error.
 """
 
 from __future__ import annotations

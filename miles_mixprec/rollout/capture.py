@@ -1,8 +1,8 @@
 """SGLang replies as arrays: what the sampler knew at every token, collected over the turns of one trajectory.
 
-Asked of `/generate` (SGLang 0.5.23 and later): without top-p the `head` most likely tokens come as two base64 arrays; with
-top-p/top-k the whole kept support comes with its post-filter log-probs. The sampled token's log-prob is read from its own
-row where it appears there, so that every later comparison of the two sees one number.
+Asked of `/generate` (SGLang 0.5.23 and later): without top-p the `head` most likely tokens come as two base64 arrays;
+with top-p/top-k the whole kept support comes with its post-filter log-probs. The sampled token's log-prob is read
+from its own row where it appears there, so that every later comparison of the two sees one number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from miles_mixprec.config import Algo
 from miles_mixprec.errors import CapabilityError, ConfigError, ContractError
 from miles_mixprec.rollout.record import SamplerRecord, Support
 
-# Everything that changes the sampled distribution besides temperature, top-p and top-k, at its neutral value: stated in
+# Everything that changes the sampled distribution besides temperature, top-p and top-k, at its neutral value: stated
+# in
 # every request, so that a model's generation_config.json cannot put another value in.
 NEUTRAL = {
     "min_p": 0.0,
@@ -43,7 +44,9 @@ def request_body(algo: Algo, input_ids: Sequence[int], sampling_params: Mapping[
             )
     for key in REFUSED:
         if sampling_params.get(key):
-            raise ConfigError(f"sampling parameter {key}: constrained sampling has no replayable distribution; remove it")
+            raise ConfigError(
+                f"sampling parameter {key}: constrained sampling has no replayable distribution; remove it"
+            )
     body: dict[str, Any] = {
         "input_ids": list(input_ids),
         "sampling_params": {
@@ -93,7 +96,9 @@ def read_reply(algo: Algo, body: Mapping[str, Any], *, pool: str) -> Reply:
     ids = np.array([entry[1] for entry in sampled], dtype=np.int32)
     log_probs = np.array([entry[0] for entry in sampled], dtype=np.float32)
     if list(body.get("output_ids", ids)) != ids.tolist():
-        raise ContractError(f"pool {pool}: output_ids and output_token_logprobs name different tokens; drop the sample")
+        raise ContractError(
+            f"pool {pool}: output_ids and output_token_logprobs name different tokens; drop the sample"
+        )
     versions = _versions(meta, len(ids), pool)
     finish = str((meta.get("finish_reason") or {}).get("type"))
     if algo.support:
@@ -124,7 +129,7 @@ def _versions(meta: Mapping[str, Any], count: int, pool: str) -> np.ndarray:
     for span in spans:
         if not str(span["version"]).isdigit():
             raise ContractError(
-                f"pool {pool}: weight version {span['version']!r} is not a number; start engines with --weight-version 0"
+                f"pool {pool}: weight version {span['version']!r} is no number; start engines with --weight-version 0"
             )
         versions[span["start"] : span["end"]] = int(span["version"])
     return versions
@@ -164,7 +169,7 @@ def _of_sampled(ids: np.ndarray, support: Support, pool: str) -> np.ndarray:
     if (found != 1).any():
         bad = int(np.flatnonzero(found != 1)[0])
         raise ContractError(
-            f"pool {pool}: sampled token {ids[bad]} occurs {found[bad]} times in its support; the engine's mask is not "
+            f"pool {pool}: sampled token {ids[bad]} occurs {found[bad]} times in its support; its mask is not "
             "the one it sampled from, drop the sample and report the engine"
         )
     return support.log_probs[hits]

@@ -1,7 +1,8 @@
 """One sampler record as bytes, for the one free-form field per sample that stock Miles carries to the trainer.
 
-The field is `prompt` of the training data: Miles moves it with its sample through data-parallel splitting and the object
-store and reads nothing of it. Format: MessagePack of the record's fields, every array as (dtype, shape, little-endian bytes).
+The field is `prompt` of the training data: Miles moves it with its sample through data-parallel splitting and the
+object store and reads nothing of it. Format: MessagePack of the record's fields, every array as (dtype, shape,
+little-endian bytes).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def unpack(blob: bytes) -> SamplerRecord:
         )
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
         raise ContractError(
-            f"the carrier field {FIELD!r} holds {blob[:16]!r}..., not a sampler record; nothing else may write that field"
+            f"the carrier field {FIELD!r} holds {blob[:16]!r}..., not a sampler record; nothing else may write it"
         ) from error
 
 
@@ -68,5 +69,5 @@ def _array(array: np.ndarray | None) -> list[Any] | None:
     return [little.dtype.str, list(little.shape), np.ascontiguousarray(little).tobytes()]
 
 
-def _restore(value: list[Any] | None) -> np.ndarray | None:
+def _restore(value: list[Any] | None) -> Any:
     return None if value is None else np.frombuffer(value[2], dtype=value[0]).reshape(value[1])

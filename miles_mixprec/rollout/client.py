@@ -51,7 +51,9 @@ class RouterClient:
         deadline, wait = time.monotonic() + self.timeout_s, 0.2
         while True:
             try:
-                async with self._session.post(f"{self.url}/generate", json=body, headers={SESSION_HEADER: key}) as reply:
+                async with self._session.post(
+                    f"{self.url}/generate", json=body, headers={SESSION_HEADER: key}
+                ) as reply:
                     if reply.status == 200:
                         return _checked(await reply.json(content_type=None), key), _attribution(reply.headers, key)
                     refusal = f"{reply.status}: {(await reply.text())[:300]}"

@@ -20,12 +20,17 @@ _streams: dict[int, GroupStream] = {}
 class GroupStream:
     """Keeps the fleet's slots filled with groups and hands out finished ones in the order in which they finish.
 
-    A group with an aborted sample is dropped whole and replaced. At most `buffer_factor` batches wait finished, so a slow
-    trainer stops the samplers in the end, not the other way round.
+    A group with an aborted sample is dropped whole and replaced. At most `buffer_factor` batches wait finished, so a
+    slow trainer stops the samplers in the end, not the other way round.
     """
 
     def __init__(
-        self, config: Config, fetch: Callable[[], Group], generate: Callable[[Group], Awaitable[Group]], *, buffer_factor: float = 1.0
+        self,
+        config: Config,
+        fetch: Callable[[], Group],
+        generate: Callable[[Group], Awaitable[Group]],
+        *,
+        buffer_factor: float = 1.0,
     ) -> None:
         self.fetch, self.generate = fetch, generate
         self.concurrency = max(1, config.fleet.slots // config.samples_per_prompt)
@@ -36,7 +41,9 @@ class GroupStream:
         self.feeder: asyncio.Task[None] | None = None
 
     @classmethod
-    def of(cls, args: Namespace, fetch: Callable[[], Group], generate: Callable[[Group], Awaitable[Group]]) -> GroupStream:
+    def of(
+        cls, args: Namespace, fetch: Callable[[], Group], generate: Callable[[Group], Awaitable[Group]]
+    ) -> GroupStream:
         """The one stream of this process."""
         if id(args) not in _streams:
             _streams[id(args)] = cls(from_args(args), fetch, generate)

@@ -1,8 +1,8 @@
 """Miles' `--custom-generate-function-path`: multi-turn episodes, token in and token out, through the router.
 
-The policy's reply goes to `rollout.environment`, whose observation is appended as it is, and so on until the environment,
-the turn limit or the context length ends the episode. Tokens are never decoded and encoded again, so the trainer sees exactly
-what the sampler saw.
+The policy's reply goes to `rollout.environment`, whose observation is appended as it is, and so on until the
+environment, the turn limit or the context length ends the episode. Tokens are never decoded and encoded again, so the
+trainer sees exactly what the sampler saw.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Setup:
 async def generate(args: Namespace, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Run one episode for a Miles `Sample` and return it filled.
 
-    A session whose pool is lost, or whose reply breaks a contract, comes back ABORTED: Miles drops or retries its group.
-    Raises ConfigError for flags that contradict the configuration, CapabilityError for engines that leave data out.
+    A session whose pool is lost, or whose reply breaks a contract, comes back ABORTED: Miles drops or retries its
+    group. Raises ConfigError for flags that contradict the configuration, CapabilityError for engines that leave data
+    out.
     """
     setup = _setup(args)
     if evaluation:
@@ -162,7 +163,9 @@ async def _evaluate(setup: Setup, sample: Any, sampling_params: dict[str, Any]) 
     client = setup.client()
     engines = await client.engines("bf16")
     if not engines:
-        raise EngineError("evaluation needs a BF16 engine and no pool of the fleet has one; add a pool with view: bf16")
+        raise EngineError(
+            "evaluation needs a BF16 engine and no pool of the fleet has one; add a pool with view: bf16"
+        )
     engine = engines[zlib.crc32(f"{sample.index}".encode()) % len(engines)]
     algo = Algo(name="evaluation", temperature=sampling_params["temperature"])
     environment = setup.environment.from_sample(sample.prompt, sample.label, sample.metadata)
@@ -203,9 +206,13 @@ def _setup(args: Namespace) -> Setup:
 def load_environment(path: str | None) -> type[Environment]:
     """The class that `rollout.environment` names. Raises ConfigError."""
     if path is None:
-        raise ConfigError("rollout.environment is not set; name the environment's class, e.g. rollout.environment=pkg.mod.Class")
+        raise ConfigError(
+            "rollout.environment is not set; name the environment's class, e.g. rollout.environment=pkg.mod.Class"
+        )
     module, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"rollout.environment={path}: {error}; it must be importable in the rollout manager") from error
+        raise ConfigError(
+            f"rollout.environment={path}: {error}; it must be importable in the rollout manager"
+        ) from error

@@ -54,13 +54,15 @@ def _pool_line(samples: list[Any], update: int, dropped: int) -> PoolRollout:
         turns=sum(len(_record(sample).engines) for sample in samples),
         aborted=dropped,
         format_errors=sum(_note(sample, "ended_on_format_error") for sample in samples),
-        staleness=_mean([update - _record(s).weight_versions[_record(s).weight_versions >= 0].mean() for s in samples]),
+        staleness=_mean(
+            [update - _record(s).weight_versions[_record(s).weight_versions >= 0].mean() for s in samples]
+        ),
         versions=(int(sampled.min()), int(sampled.max())) if sampled.size else (-1, -1),
     )
 
 
 def _record(sample: Any) -> SamplerRecord:
-    return vars(sample)[RECORD]  # type: ignore[no-any-return]
+    return vars(sample)[RECORD]
 
 
 def _note(sample: Any, key: str) -> int:

@@ -1,7 +1,7 @@
 """Sampler data as the house passes it on: numpy only, aligned to the whole response of one sample.
 
-R is the number of response tokens. Rows of tool and observation tokens are empty: -1 and -inf in dense arrays, no members
-in ragged ones.
+R is the number of response tokens. Rows of tool and observation tokens are empty: -1 and -inf in dense arrays, no
+members in ragged ones.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ def records(draw):
         widths = rng.integers(0, 4, rows)
         offsets = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
         total = int(offsets[-1])
-        support = Support(offsets, rng.integers(0, 500, total).astype(np.int32), rng.normal(size=total).astype(np.float32))
+        support = Support(
+            offsets, rng.integers(0, 500, total).astype(np.int32), rng.normal(size=total).astype(np.float32)
+        )
     return SamplerRecord(
         pool="fp8",
         view="fp8",

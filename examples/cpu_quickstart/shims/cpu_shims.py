@@ -58,6 +58,9 @@ def install() -> None:
 
 # ---------------------------------------------------------------- torch
 
+FACTORIES = ("tensor", "as_tensor", "scalar_tensor", "empty", "empty_strided", "zeros", "ones", "full")
+FACTORIES += ("arange", "linspace", "eye", "rand", "randn", "randint")
+
 
 @after("torch")
 def torch_shim(torch: Any) -> None:
@@ -129,11 +132,10 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 def _cuda_to_cpu(torch: Any) -> None:
-    for name in (
-        "as_tensor zeros empty ones full arange rand randn randint eye linspace empty_strided tensor scalar_tensor "
-        "zeros_like empty_like ones_like full_like rand_like randn_like"
-    ).split():
-        _wrap(torch, name, cuda=True)
+    for name in FACTORIES:
+        for variant in (name, f"{name}_like"):
+            if hasattr(torch, variant):
+                _wrap(torch, variant, cuda=True)
     for name in ("to", "new_zeros", "new_empty", "new_ones", "new_full", "new_tensor"):
         _wrap(torch.Tensor, name, cuda=True)
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
