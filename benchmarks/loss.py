@@ -97,6 +97,7 @@ def hook(arm: str, batch: dict[str, Any]) -> Callable[[Tensor], Tensor]:
         qkv_format="thd",
         allgather_cp=False,
         vocab_size=COLUMNS,
+        log_probs_chunk_size=-1,
         mixprec={
             "fleet": {
                 "name": "bench",

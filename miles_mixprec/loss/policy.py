@@ -70,6 +70,7 @@ class Run:
 
     algo: Algo
     view_of: dict[str, str]  # pool -> view
+    chunk_rows: int | None  # --log-probs-chunk-size
 
     @property
     def views(self) -> list[str]:
@@ -98,7 +99,9 @@ def _run(args: Namespace) -> Run:
         config = from_args(args)
         check_recipe(args, config.algo)
         contracts.check_policy(config.algo.contracts)
-        _last_run = args.mixprec, Run(config.algo, {name: pool.view for name, pool in config.fleet.pools.items()})
+        view_of = {name: pool.view for name, pool in config.fleet.pools.items()}
+        chunk_rows = args.log_probs_chunk_size if args.log_probs_chunk_size > 0 else None
+        _last_run = args.mixprec, Run(config.algo, view_of, chunk_rows)
     return _last_run[1]
 
 
@@ -363,12 +366,16 @@ class Tokens:
             offsets, ids, log_q = self.sets
             log_p = score_support(logits, offsets, ids, shard=shard, rows=self.rows, temperature=temperature)
             return on_support(log_p, offsets, ids, log_q, self.sampled_ids, self.advantages, self.rule, centering)
-        head_ids, head_log_q = self.sets or (
-            self.sampled_ids.new_empty(self.sample.size, 0),
-            self.log_q[:, None][:, :0],
-        )
+        head_ids, head_log_q = self.sets or (self.sampled_ids[:, None][:, :0], self.log_q[:, None][:, :0])
         scores = score_head(
-            logits, self.sampled_ids, head_ids, shard=shard, rows=self.rows, temperature=temperature, entropy=True
+            logits,
+            self.sampled_ids,
+            head_ids,
+            shard=shard,
+            rows=self.rows,
+            temperature=temperature,
+            entropy=True,
+            chunk_rows=run.chunk_rows,
         )
         return on_head(
             scores, head_ids, head_log_q, self.sampled_ids, self.log_q, self.advantages, self.rule, centering
