@@ -11,6 +11,7 @@ import os
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from miles_mixprec.config import GUARD_ACTIONS, Router
@@ -30,7 +31,7 @@ class Decision:
     mode: str | None
     reasons: tuple[str, ...]
     quarantined: tuple[str, ...]  # every pool drained so far
-    save: bool  # a warning has begun: save while the weights are good
+    save: bool  # a warning began at this update or the one before: save while the weights are good
     stop: bool  # the run has collapsed
 
 
@@ -58,7 +59,8 @@ def check(run_dir: str | os.PathLike[str], thresholds: Thresholds, drain: Callab
 def decide(verdicts: list[Verdict], action: str) -> Decision:
     """What `action`, one of config.GUARD_ACTIONS, allows to be done about a run's verdicts."""
     last = verdicts[-1]
-    before = verdicts[-2].level if len(verdicts) > 1 else Level.BASELINE
+    # Two updates long, so that a trainer which looks once per update sees it whenever it looks.
+    begun = any(b.level >= Level.WARNING > a.level for a, b in pairwise(verdicts[-3:]))
     rank = GUARD_ACTIONS.index(action)
     faulty = dict.fromkeys(pool for verdict in verdicts for pool in verdict.pools_to_quarantine)
     return Decision(
@@ -67,7 +69,7 @@ def decide(verdicts: list[Verdict], action: str) -> Decision:
         mode=last.mode,
         reasons=last.reasons,
         quarantined=tuple(faulty) if rank >= GUARD_ACTIONS.index("quarantine") else (),
-        save=rank >= GUARD_ACTIONS.index("save") and last.level >= Level.WARNING > before,
+        save=rank >= GUARD_ACTIONS.index("save") and begun,
         stop=rank >= GUARD_ACTIONS.index("stop") and last.level == Level.COLLAPSE,
     )
 

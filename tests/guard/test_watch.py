@@ -38,12 +38,12 @@ def test_an_action_includes_those_before_it(action: str, save: bool, stop: bool)
     assert any(d.stop for d in decisions) == stop
 
 
-def test_saves_once_per_warning_and_before_the_stop() -> None:
+def test_asks_to_save_for_two_updates_of_a_warning_and_before_the_stop() -> None:
     verdicts = judge(Thresholds(), grpo_mixed())
     decisions = [decide(verdicts[: n + 1], "stop") for n in range(len(verdicts))]
     saves = [d.update for d in decisions if d.save]
     stops = [d.update for d in decisions if d.stop]
-    assert len(saves) == 1
+    assert saves == [saves[0], saves[0] + 1]
     assert saves[0] < stops[0]
 
 
