@@ -10,6 +10,7 @@ Finished cells are kept as data and not run again; an unfinished one goes on fro
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def main(words: Sequence[str]) -> int:
             return 0
         failed = run(study, chosen) if options["action"] == "run" else []
         for path in write_reports(study, load_results(study)):
-            console.print(str(path.relative_to(ROOT)))
+            console.print(os.path.relpath(path), soft_wrap=True)
         return 1 if failed else 0
     except MixprecError as error:
         console.print(f"error: {error}", soft_wrap=True)
