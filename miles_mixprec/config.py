@@ -64,7 +64,9 @@ class Modal:
     """Provider "modal": the containers of the engines and, unless `router_url` is given, of the router."""
 
     image: str = "lmsysorg/sglang:v0.5.23"  # with SGLang and a CUDA for every accelerator of the fleet
-    packages: str = "hydra-core rich aiohttp uvloop prometheus-client safetensors fsspec xxhash zstandard msgspec scipy"
+    packages: str = (
+        "hydra-core rich aiohttp uvloop prometheus-client safetensors fsspec xxhash zstandard msgspec scipy"
+    )
     router_url: str = ""  # a router that runs elsewhere, as the engines reach it
     private: bool = True  # engines on Modal's private network, in one region; False: each on a public TLS tunnel
     region: str | None = None
@@ -153,7 +155,7 @@ class Weights:
 
 @dataclass
 class Rollout:
-    environment: str | None = None  # "pkg.mod.Class": multi-turn environment of the token-level generate hook
+    environment: str | None = None  # "pkg.mod.Class": multi-turn environment of the token-level generate hook; or:
     agent: str | None = None  # "pkg.mod.fn": agent for the session-server flow
     max_turns: int = 8
     max_tokens_per_turn: int = 64
@@ -241,7 +243,9 @@ def from_args(args: Namespace) -> Config:
     """The tree that Miles carries in its own arguments. Raises ConfigError if it is not there."""
     values = vars(args).get("mixprec")
     if values is None:
-        raise ConfigError("Miles' arguments carry no configuration; pass --custom-config-path (see miles-mixprec flags)")
+        raise ConfigError(
+            "Miles' arguments carry no configuration; pass --custom-config-path (see miles-mixprec flags)"
+        )
     return from_mapping(values)
 
 

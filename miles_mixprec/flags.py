@@ -17,6 +17,7 @@ OWNED = (
     "loss-type",
     "custom-loss-function-path",
     "custom-generate-function-path",
+    "custom-agent-function-path",
     "custom-convert-samples-to-train-data-path",
     "custom-megatron-init-path",
     "custom-rollout-log-function-path",
@@ -80,6 +81,12 @@ def _integration(config: Config, generation: str) -> dict[str, Any]:
         "rollout-num-gpus-per-engine": 1,
         "sglang-server-concurrency": config.fleet.slots,
     }
+    if config.rollout.agent is not None:
+        hooks |= {
+            "custom-generate-function-path": "miles_mixprec.rollout.agentic.generate",
+            "custom-agent-function-path": "miles_mixprec.rollout.agentic.agent",
+            "use-session-server": True,
+        }
     if generation == "0.1":
         return hooks | {"fully-async": True}
     return hooks | {"rollout-function-path": "miles_mixprec.miles.generate_rollout"}

@@ -185,6 +185,13 @@ def generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluat
     return RolloutFnTrainOutput(samples=run(stream.take(args.rollout_batch_size)), metrics=stream.metrics())
 
 
+async def agentic_generate(input: Any) -> Any:
+    """Miles' own generate function for agents behind its session server."""
+    from miles.rollout.generate_hub import agentic_tool_call
+
+    return await agentic_tool_call.generate(input)
+
+
 # --- trainer -------------------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,13 @@ def test_grpo_keeps_its_normalisation_and_the_newer_miles_its_own_asynchrony():
     assert flags["fully-async"] and "rollout-function-path" not in flags
 
 
+def test_an_agent_goes_through_the_session_server():
+    flags = as_dict(miles_flags(load("rollout.agent=my.agent.run"), generation="0.1"))
+    assert flags["use-session-server"]
+    assert flags["custom-agent-function-path"] == "miles_mixprec.rollout.agentic.agent"
+    assert flags["custom-generate-function-path"] == "miles_mixprec.rollout.agentic.generate"
+
+
 @pytest.mark.parametrize("flag", OWNED)
 def test_flags_of_the_integration_cannot_be_overridden(flag):
     with pytest.raises(ConfigError, match=rf"miles_args\.{flag}: set by the integration"):

@@ -85,6 +85,22 @@ class Reply:
     topk_log_probs: np.ndarray | None = None
     support: Support | None = None
 
+    def head(self, count: int) -> Reply:
+        """The first `count` tokens."""
+        support = self.support
+        if support is not None:
+            members = int(support.offsets[count])
+            support = Support(support.offsets[: count + 1], support.ids[:members], support.log_probs[:members])
+        return Reply(
+            self.ids[:count],
+            self.log_probs[:count],
+            self.versions[:count],
+            self.finish_reason,
+            None if self.topk_token_ids is None else self.topk_token_ids[:count],
+            None if self.topk_log_probs is None else self.topk_log_probs[:count],
+            support,
+        )
+
 
 def read_reply(algo: Algo, body: Mapping[str, Any], *, pool: str) -> Reply:
     """Arrays of a `/generate` reply.

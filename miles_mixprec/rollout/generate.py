@@ -197,22 +197,18 @@ def _setup(args: Namespace) -> Setup:
         _setups[id(args)] = Setup(
             config,
             AutoTokenizer.from_pretrained(args.hf_checkpoint),
-            load_environment(config.rollout.environment),
+            load_named("rollout.environment", config.rollout.environment),
             f"http://{args.sglang_router_ip}:{args.sglang_router_port}",
         )
     return _setups[id(args)]
 
 
-def load_environment(path: str | None) -> type[Environment]:
-    """The class that `rollout.environment` names. Raises ConfigError."""
+def load_named(key: str, path: str | None) -> Any:
+    """What the configuration's `key` names as "pkg.mod.name". Raises ConfigError."""
     if path is None:
-        raise ConfigError(
-            "rollout.environment is not set; name the environment's class, e.g. rollout.environment=pkg.mod.Class"
-        )
+        raise ConfigError(f"{key} is not set; name the object to use, e.g. {key}=pkg.mod.name")
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"rollout.environment={path}: {error}; it must be importable in the rollout manager"
-        ) from error
+        raise ConfigError(f"{key}={path}: {error}; it must be importable in the rollout manager") from error

@@ -1,0 +1,172 @@
+"""Agents that speak OpenAI chat through Miles' session server, with the sampler's data captured on the way.
+
+`--custom-generate-function-path miles_mixprec.rollout.agentic.generate` wraps Miles' own agentic generate function and
+`--custom-agent-function-path miles_mixprec.rollout.agentic.agent` wraps the user's (`rollout.agent=pkg.mod.fn`). The
+agent gets the extra request fields in `request_kwargs` and must send all of them (the OpenAI client's `extra_body`);
+what the engines recorded is read from the session server, which keeps every reply whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from miles_mixprec import config as configuration
+from miles_mixprec import miles
+from miles_mixprec.config import Algo, Config
+from miles_mixprec.errors import ConfigError, ContractError, EngineError
+from miles_mixprec.rollout.capture import Reply, Trajectory, read_reply, request_body
+from miles_mixprec.rollout.client import SESSION_HEADER, RouterClient
+from miles_mixprec.rollout.generate import RECORD, load_named
+
+_OPENAI = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_ONLY_NATIVE = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+
+
+@dataclass
+class Capture:
+    """One episode's records, from the agent's wrapper to the generate function's."""
+
+    config: Config
+    sampling_params: Mapping[str, Any]
+    records: list[dict[str, Any]] = field(default_factory=list)
+    session: dict[str, Any] = field(default_factory=dict)
+
+
+_capture: ContextVar[Capture] = ContextVar("capture")
+
+
+async def generate(input: Any) -> Any:
+    """Miles' agentic generate with every sample's record attached. An episode without a usable record is ABORTED."""
+    config = configuration.from_args(input.args)
+    capture = Capture(config, input.sampling_params)
+    token = _capture.set(capture)
+    try:
+        output = await miles.agentic_generate(input)
+    finally:
+        _capture.reset(token)
+    sample = output.samples
+    if isinstance(sample, list):
+        raise ConfigError("several samples per session are not captured; use session server v1 with merged samples")
+    if sample.status == type(sample).Status.ABORTED:
+        sample.metadata["mixprec"] = {
+            "lost": "the agent's session yielded no sample",
+            "pool": capture.session.get("pool"),
+        }
+        return output
+    try:
+        attach(sample, capture)
+    except ContractError as error:
+        sample.metadata["mixprec"] = {"lost": str(error), "pool": capture.session.get("pool")}
+        sample.status = type(sample).Status.ABORTED
+    return output
+
+
+async def agent(
+    base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any], **rest: Any
+) -> Any:
+    """Run the user's agent with the arm's request fields, then fetch what the session server and router recorded."""
+    capture = _capture.get()
+    key = session_key(base_url)
+    fields = chat_fields(capture.config.algo, capture.sampling_params)
+    fields["extra_headers"] = {SESSION_HEADER: key}
+    function = load_named("rollout.agent", capture.config.rollout.agent)
+    result = await function(
+        base_url=base_url, prompt=prompt, request_kwargs={**request_kwargs, **fields}, metadata=metadata, **rest
+    )
+    await _fetch(base_url, key, capture)
+    return result
+
+
+def chat_fields(algo: Algo, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat request carries so that it samples and records as `/generate` would. Raises ConfigError."""
+    body = request_body(algo, [], {key: sampling_params[key] for key in sampling_params if key not in _ONLY_NATIVE})
+    fields = {_OPENAI.get(key, key): value for key, value in body.pop("sampling_params").items() if value is not None}
+    del body["input_ids"], body["return_logprob"]
+    head = {"top_logprobs": body.pop("top_logprobs_num")} if "top_logprobs_num" in body else {}
+    return fields | body | head | {"logprobs": True, "return_meta_info": True}
+
+
+def session_key(base_url: str) -> str:
+    """The session id in `http://host:port/sessions/<id>[/v1]`. Raises ConfigError."""
+    _, found, rest = base_url.partition("/sessions/")
+    if not found:
+        raise ConfigError(f"{base_url} is not a session of Miles' session server; pass --use-session-server")
+    return rest.split("/")[0]
+
+
+async def _fetch(base_url: str, key: str, capture: Capture) -> None:
+    session_url = base_url.removesuffix("/").removesuffix("/v1")
+    async with aiohttp.ClientSession() as http, http.get(session_url) as reply:
+        if reply.status != 200:
+            raise EngineError(f"session {key}: the session server answers {reply.status}")
+        capture.records = (await reply.json())["records"]
+    router = capture.config.router
+    client = RouterClient(f"http://{router.host}:{router.port}", timeout_s=router.request_timeout_s)
+    try:
+        capture.session = await client.session(key)
+        await client.end(key)
+    finally:
+        await client.close()
+
+
+def attach(sample: Any, capture: Capture) -> None:
+    """Put the record of `capture` on `sample`, aligned to its tokens. Raises ContractError if they do not fit."""
+    pool, view = capture.session["pool"], capture.session["view"]
+    turns = [record for record in capture.records if record["status_code"] == 200]
+    engines = turn_engines(capture.session, len(turns))
+    algo = capture.config.algo
+    trajectory = Trajectory(algo, pool, view)
+    response = sample.tokens[len(sample.tokens) - sample.response_length :]
+    first = len(sample.tokens) - sample.response_length
+    for engine, turn in zip(engines, turns, strict=True):
+        start = len(turn["request"]["input_ids"]) - first
+        reply = kept(read_reply(algo, turn["response"]["choices"][0], pool=pool), response[max(start, 0) :])
+        if start < len(trajectory.ids):
+            raise ContractError(f"pool {pool}: a turn starts inside the one before it; the history was rewritten")
+        trajectory.add_observation(response[len(trajectory.ids) : start])
+        trajectory.add_reply(engine, reply)
+        if len(trajectory.ids) == len(response):
+            break  # later turns were cut off at the sample's maximum length
+    trajectory.add_observation(response[len(trajectory.ids) :])
+    if trajectory.ids != list(response):
+        raise ContractError(f"pool {pool}: the merged sample is not the concatenation of its turns; drop it")
+    record = trajectory.record()
+    sample.rollout_log_probs = trajectory.log_probs().tolist()
+    setattr(sample, RECORD, record)
+    sample.metadata["mixprec"] = {
+        "pool": pool,
+        "view": view,
+        "turns": record.attribution(),
+        "format_errors": int(sample.metadata.get("format_errors", 0)),
+        "ended_on_format_error": bool(sample.metadata.get("ended_on_format_error", False)),
+        "length_capped": sample.status == type(sample).Status.TRUNCATED,
+    }
+
+
+def turn_engines(session: Mapping[str, Any], turns: int) -> list[str]:
+    """The engine of each turn that the session server kept; it forgets turns that the agent took back.
+
+    Raises ContractError where that leaves open which engine served which turn.
+    """
+    engines = [turn["engine"] for turn in session["turns"]]
+    if len(engines) == turns:
+        return engines
+    if len(set(engines)) == 1 and len(engines) > turns:
+        return engines[:turns]
+    raise ContractError(
+        f"pool {session['pool']}: the router served {len(engines)} turns on {', '.join(sorted(set(engines)))}, "
+        f"the session server kept {turns}; drop the sample"
+    )
+
+
+def kept(reply: Reply, tokens: Sequence[int]) -> Reply:
+    """`reply` without the trailing tokens that the merge dropped: the next turn's template renders them itself."""
+    count = 0
+    while count < min(len(reply.ids), len(tokens)) and reply.ids[count] == tokens[count]:
+        count += 1
+    return reply.head(count)

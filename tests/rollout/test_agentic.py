@@ -1,0 +1,111 @@
+"""Records of Miles' session server, as both generations write them, become the record of the merged sample."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_capture import HEAD, TOP_P, reply
+
+from miles_mixprec.errors import ConfigError, ContractError
+from miles_mixprec.rollout.agentic import Capture, attach, chat_fields, session_key
+from miles_mixprec.rollout.generate import RECORD
+
+
+class Sample(SimpleNamespace):
+    class Status:
+        TRUNCATED = "truncated"
+
+
+def turn(prompt, output, version):
+    """A session record: the whole request and the whole chat reply."""
+    meta = {
+        "weight_version": str(version),
+        "output_token_sampling_mask": [[token, 999] for token in output],
+        "output_token_sampling_logprobs": [[-0.6931472, -0.6931472] for _ in output],
+    }
+    choice = {
+        "message": {},
+        **{k: v for k, v in reply(output, [-0.5] * len(output), **meta).items() if k != "output_ids"},
+    }
+    return {"request": {"input_ids": prompt}, "response": {"choices": [choice]}, "status_code": 200}
+
+
+def episode(turns, stops):
+    """Tokens of a session whose template renders the stop token itself wherever `stops` says so."""
+    tokens, records, kept, token = [1, 2, 3], [], [], 10
+    for index, (generated, observed) in enumerate(turns):
+        output = list(range(token, token + generated))
+        records.append(turn(list(tokens), [*output, 7] if stops[index] else output, index))
+        kept.append(output)
+        tokens += output + [500 + token + i for i in range(observed)]
+        token += 50
+    return tokens, records, kept
+
+
+def capture(records, engines=None):
+    session = {
+        "pool": "fp8",
+        "view": "fp8",
+        "turns": [{"engine": name} for name in engines or ["fp8/0"] * len(records)],
+    }
+    return Capture(SimpleNamespace(algo=TOP_P), {}, records, session)
+
+
+def sample_of(tokens, prompt=3):
+    return Sample(tokens=tokens, response_length=len(tokens) - prompt, status="completed", metadata={})
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=4), st.data())
+def test_rows_follow_the_merged_tokens(turns, data):
+    stops = data.draw(st.lists(st.booleans(), min_size=len(turns), max_size=len(turns)))
+    tokens, records, kept = episode(turns, stops)
+    sample = sample_of(tokens)
+    attach(sample, capture(records))
+    record = vars(sample)[RECORD]
+    sampled = {token for output in kept for token in output}
+    for r, token in enumerate(tokens[3:]):
+        members = record.support.ids[record.support.offsets[r] : record.support.offsets[r + 1]].tolist()
+        assert members == ([token, 999] if token in sampled else [])
+        assert (record.weight_versions[r] >= 0) == (token in sampled)
+        assert sample.rollout_log_probs[r] == pytest.approx(-0.6931472 if token in sampled else 0.0)
+    assert [turn["weight_version"] for turn in record.attribution()] == list(range(len(turns)))
+
+
+def test_a_sample_cut_at_its_maximum_length_keeps_the_turns_before():
+    tokens, records, _ = episode([(3, 2), (3, 2), (3, 1)], [False] * 3)
+    sample = sample_of(tokens[: 3 + 5 + 2])
+    attach(sample, capture(records))
+    assert len(vars(sample)[RECORD].engines) == 2
+
+
+def test_rewritten_history_is_refused():
+    tokens, records, _ = episode([(3, 2), (3, 2)], [False, False])
+    records[1]["request"]["input_ids"] = tokens[:5]
+    with pytest.raises(ContractError, match=r"pool fp8: .*"):
+        attach(sample_of(tokens), capture(records))
+
+
+def test_turns_taken_back_leave_attribution_open_only_across_engines():
+    tokens, records, _ = episode([(2, 1), (2, 1)], [False, False])
+    attach(sample_of(tokens), capture(records, ["fp8/0"] * 3))
+    with pytest.raises(ContractError, match=r"served 3 turns on fp8/0, fp8/1, the session server kept 2"):
+        attach(sample_of(tokens), capture(records, ["fp8/0", "fp8/1", "fp8/0"]))
+
+
+def test_chat_requests_sample_and_record_as_native_ones():
+    fields = chat_fields(TOP_P, {"max_new_tokens": 5, "skip_special_tokens": False, "top_p": 0.97})
+    assert fields["max_tokens"] == 5 and fields["top_k"] == 64 and fields["min_p"] == 0.0
+    assert (
+        fields["return_sampling_mask"] and fields["sampling_logprobs_mode"] == "support" and fields["return_meta_info"]
+    )
+    assert "input_ids" not in fields and "sampling_params" not in fields and "skip_special_tokens" not in fields
+    head = chat_fields(HEAD, {})
+    assert head["top_logprobs"] == 3 and head["return_flat_raw_output_top_logprobs"]
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1"])
+def test_the_session_id_is_the_routing_key(suffix):
+    assert session_key(f"http://127.0.0.1:30000/sessions/abc{suffix}") == "abc"
+    with pytest.raises(ConfigError, match="--use-session-server"):
+        session_key("http://127.0.0.1:30000/v1")
