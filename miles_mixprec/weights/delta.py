@@ -23,17 +23,8 @@ import zstandard
 from torch import Tensor
 
 from miles_mixprec.errors import StoreError
-from miles_mixprec.weights.store import (
-    INDEX,
-    Entry,
-    Manifest,
-    Pointer,
-    Store,
-    Writer,
-    checksum,
-    read_tensors,
-    write_local,
-)
+from miles_mixprec.weights.files import checksum, write_local
+from miles_mixprec.weights.store import INDEX, Entry, Manifest, Pointer, Store, Writer, read_tensors
 
 BUCKET_BYTES = 32 << 20
 _LEVEL = 1  # XORed weights are mostly zeros; higher levels cost more time than bytes

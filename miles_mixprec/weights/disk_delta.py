@@ -24,8 +24,9 @@ from miles_mixprec.config import from_mapping
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights.checkpoint import Checkpoint
 from miles_mixprec.weights.delta import stage
+from miles_mixprec.weights.files import checksum
 from miles_mixprec.weights.publisher import hf_config, publish_tensors, resume
-from miles_mixprec.weights.store import INDEX, Pointer, Store, checksum, init
+from miles_mixprec.weights.store import INDEX, Pointer, Store, init
 
 
 def post_write(args: Namespace, version_dir: str, rollout_engines: Sequence[Any]) -> None:

@@ -26,6 +26,7 @@ _IGNORED = re.compile(
     r"embed|lm_head|norm|(^|\.)visual\.|vision_tower|mm_projector|(^|\.)mtp\.|\.(gate|router|shared_expert_gate|eh_proj"
     r"|weights_proj)\.|linear_attn\.(conv1d|in_proj_a|in_proj_b|in_proj_ba)\."
 )
+_ANY = re.compile("")
 _EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 _MLP = re.compile(r"\.(gate_proj|up_proj|gate_up_proj|down_proj|w1|w2|w3)\.weight$")
 _STACKED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)(\.weight)?$")
@@ -35,40 +36,14 @@ _GATE_OR_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3)\.weight$")
 
 @dataclass(frozen=True)
 class Format:
-    """How one view encodes a matrix. `encode` gives suffix -> tensor, where the suffix replaces `weight`."""
+    """How one view stores the matrices that it takes."""
 
-    group: int  # the last dimension must be a multiple of it
-    takes: Callable[[str], bool]
-    encode: Callable[[str, Tensor, Tensor], dict[str, Tensor]]  # (name, matrix, amax of its unit)
-    decode: Callable[[dict[str, Tensor]], Tensor]
+    parts: tuple[str, ...]  # what `encode` gives and `decode` wants; each replaces `weight` at the end of the name
+    encode: Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # (matrix, amax of the matrices that share its scale)
+    decode: Callable[..., Tensor]
+    group: int  # the rows' length must be a multiple of it
+    takes: re.Pattern[str]
     config: Callable[[list[str]], dict[str, Any]]  # modules kept in BF16 -> quantization_config
-
-
-def _linear(name: str) -> bool:
-    return True
-
-
-def _fp8(name: str, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    quantized, scale = formats.encode_fp8(weight)
-    return {"weight": quantized, "weight_scale_inv": scale}
-
-
-def _mxfp8(name: str, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    quantized, scale = formats.encode_mxfp8(weight)
-    return {"weight": quantized, "weight_scale_inv": scale}
-
-
-def _mxfp4(name: str, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    packed, scale = formats.encode_mxfp4(weight)
-    return {"weight": packed, "weight_scale": scale}
-
-
-def _nvfp4(name: str, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    packed, scale, global_scale = formats.encode_nvfp4(weight, amax)
-    parts = {"weight": packed, "weight_scale": scale, "weight_scale_2": global_scale}
-    if _EXPERT.search(name):
-        parts["input_scale"] = torch.ones(())  # SGLang's MoE loader has the parameter; W4A16 leaves activations alone
-    return parts
 
 
 def _fp8_config(kept: list[str]) -> dict[str, Any]:
@@ -82,14 +57,8 @@ def _fp8_config(kept: list[str]) -> dict[str, Any]:
 
 
 def _mxfp8_config(kept: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "mxfp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [1, formats.MX_GROUP],
-        "scale_fmt": "ue8m0",
-        "modules_to_not_convert": kept,
-    }
+    block = {"weight_block_size": [1, formats.MX_GROUP], "scale_fmt": "ue8m0"}
+    return _fp8_config(kept) | {"quant_method": "mxfp8"} | block
 
 
 def _nvfp4_config(kept: list[str]) -> dict[str, Any]:
@@ -103,45 +72,52 @@ def _nvfp4_config(kept: list[str]) -> dict[str, Any]:
 
 def _mxfp4_config(kept: list[str]) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": formats.MX_GROUP, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights | {"dynamic": False, "scale_dtype": "torch.uint8"},
+        "input_activations": None,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": "mxfp4-pack-quantized",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights | {"dynamic": False, "scale_dtype": "torch.uint8"},
-                "input_activations": None,
-                "output_activations": None,
-            }
-        },
+        "config_groups": {"group_0": group},
         "ignore": kept,
         "quantization_status": "compressed",
     }
 
 
 FORMATS: dict[str, Format] = {
-    "fp8": Format(1, _linear, _fp8, lambda p: formats.decode_fp8(p["weight"], p["weight_scale_inv"]), _fp8_config),
+    "fp8": Format(
+        ("weight", "weight_scale_inv"),
+        lambda weight, amax: formats.encode_fp8(weight),
+        formats.decode_fp8,
+        1,
+        _ANY,
+        _fp8_config,
+    ),
     "mxfp8": Format(
+        ("weight", "weight_scale_inv"),
+        lambda weight, amax: formats.encode_mxfp8(weight),
+        formats.decode_mxfp8,
         formats.MX_GROUP,
-        _linear,
-        _mxfp8,
-        lambda p: formats.decode_mxfp8(p["weight"], p["weight_scale_inv"]),
+        _ANY,
         _mxfp8_config,
     ),
-    # four bits only where the weights are: experts and MLPs, as Miles' own NVFP4 conversion does
     "nvfp4": Format(
+        ("weight", "weight_scale", "weight_scale_2"),
+        formats.encode_nvfp4,
+        formats.decode_nvfp4,
         formats.NVFP4_GROUP,
-        lambda name: _MLP.search(name) is not None,
-        _nvfp4,
-        lambda p: formats.decode_nvfp4(p["weight"], p["weight_scale"], p["weight_scale_2"]),
+        _MLP,  # four bits only where the weights are, as Miles' own NVFP4 conversion does
         _nvfp4_config,
     ),
-    # SGLang reads MXFP4 for routed experts only
     "mxfp4": Format(
+        ("weight", "weight_scale"),
+        lambda weight, amax: formats.encode_mxfp4(weight),
+        formats.decode_mxfp4,
         formats.MX_GROUP,
-        lambda name: _EXPERT.search(name) is not None,
-        _mxfp4,
-        lambda p: formats.decode_mxfp4(p["weight"], p["weight_scale"]),
+        _EXPERT,  # SGLang reads MXFP4 for routed experts only
         _mxfp4_config,
     ),
 }
@@ -178,7 +154,10 @@ def encode(view: str, unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 "use another view for this model"
             )
         shared = torch.stack([amax[n] for n in _partners(name, tensors)]).max()
-        encoded |= {name.removesuffix("weight") + part: t for part, t in form.encode(name, tensor, shared).items()}
+        base = name.removesuffix("weight")
+        encoded |= {base + part: t for part, t in zip(form.parts, form.encode(tensor, shared), strict=True)}
+        if view == "nvfp4" and _EXPERT.search(name):  # a parameter of SGLang's MoE loader; activations stay in BF16
+            encoded[f"{base}input_scale"] = torch.ones(())
     return encoded
 
 
@@ -193,7 +172,8 @@ def decode(view: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     decoded: dict[str, Tensor] = {}
     for module, tensors in matrices.items():
         if any(part.startswith("weight_scale") for part in tensors):
-            decoded[f"{module}.weight"] = FORMATS[view].decode(tensors)
+            form = FORMATS[view]
+            decoded[f"{module}.weight"] = form.decode(*(tensors[part] for part in form.parts))
         else:
             decoded |= {f"{module}.{part}" if module else part: t for part, t in tensors.items()}
     return decoded
@@ -211,7 +191,7 @@ def is_quantised(view: str, name: str, tensor: Tensor) -> bool:
         and tensor.dim() == 2
         and name.endswith(".weight")
         and not _IGNORED.search(name)
-        and FORMATS[view].takes(name)
+        and FORMATS[view].takes.search(name) is not None
     )
 
 
@@ -264,7 +244,7 @@ def _checked_amax(name: str, tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or not tensor.numel():
         return torch.zeros(())
     low, high = tensor.aminmax()
-    amax = torch.maximum(low.abs(), high.abs()).float()
+    amax = torch.maximum(-low, high).float()
     if not amax.isfinite():
         raise StoreError(f"tensor {name} holds NaN or infinity; the update that made it must not be published")
     return amax

@@ -32,7 +32,8 @@ from miles_mixprec.errors import ConfigError, EngineError, StoreError
 from miles_mixprec.weights.checkpoint import decode_checkpoint
 from miles_mixprec.weights.delta import stage
 from miles_mixprec.weights.encode import load_run
-from miles_mixprec.weights.store import Pointer, Store, open_store, write_local
+from miles_mixprec.weights.files import write_local
+from miles_mixprec.weights.store import Pointer, Store, open_store
 
 logger = logging.getLogger(__name__)
 

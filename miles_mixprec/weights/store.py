@@ -26,12 +26,12 @@ import fsspec
 import msgspec
 import safetensors
 import safetensors.torch
-import torch
-import xxhash
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from miles_mixprec.errors import StoreError
+from miles_mixprec.weights import files
+from miles_mixprec.weights.files import checksum, tensor_checksum
 
 FILE_BYTES = 2 << 30  # of one safetensors file, and the most that a writer holds in memory
 _VERSION = re.compile(r"weight_v(\d{6,})$")
@@ -106,7 +106,7 @@ class Store:
 
     def latest(self, view: str) -> Pointer | None:
         """The view's pointer, or None before its first version. Raises StoreError if it is unreadable or foreign."""
-        raw = _read(self.fs, f"{self.path}/latest/{view}")
+        raw = files.read(self.fs, f"{self.path}/latest/{view}")
         if raw is None:
             return None
         try:
@@ -123,7 +123,7 @@ class Store:
 
     def manifest(self, view: str, version: int) -> Manifest | None:
         """The manifest of a complete version of this run, or None: what has no valid manifest does not exist."""
-        raw = _read(self.fs, f"{self.directory(view, version)}/{MANIFEST}")
+        raw = files.read(self.fs, f"{self.directory(view, version)}/{MANIFEST}")
         if raw is None:
             return None
         try:
@@ -206,7 +206,7 @@ class Store:
         """The parts of a version as this attempt wrote them, or None while one is missing."""
         found = []
         for i in range(parts):
-            raw = _read(self.fs, f"{self.directory(view, version)}/{_part_name(self.attempt, i)}")
+            raw = files.read(self.fs, f"{self.directory(view, version)}/{_part_name(self.attempt, i)}")
             part = None if raw is None else msgspec.json.decode(raw, type=Part)
             if part is None or (part.run, part.attempt, part.source) != (self.run, self.attempt, source):
                 return None
@@ -228,7 +228,7 @@ class Store:
                 if tensors.setdefault(name, entry).xxh3 != entry.xxh3:
                     raise StoreError(f"{view} version {version}: two writers disagree about tensor {name}")
         directory = self.directory(view, version)
-        files = {name: int(self.fs.size(f"{directory}/{name}")) for name in sorted({e.file for e in tensors.values()})}
+        sizes = {name: int(self.fs.size(f"{directory}/{name}")) for name in sorted({e.file for e in tensors.values()})}
         config_bytes = json.dumps(config, indent=2, sort_keys=True).encode()
         index = {
             "metadata": {"total_size": sum(entry.bytes for entry in tensors.values())},
@@ -242,7 +242,7 @@ class Store:
             self.attempt,
             source,
             tensors,
-            files,
+            sizes,
             checksum(config_bytes),
             written[0].base,
             stats,
@@ -278,7 +278,7 @@ class Store:
         pointer until one is published; its engines wait. Raises StoreError if a kept version's bytes are damaged.
         """
         store = Store(self.root, self.run, self.attempt + 1)
-        _write(self.fs, f"{self.path}/run.json", json.dumps({"run": self.run, "attempt": store.attempt}).encode())
+        files.write(self.fs, f"{self.path}/run.json", json.dumps({"run": self.run, "attempt": store.attempt}).encode())
         for view in store.views():
             kept = [v for v in store.versions(view) if v <= version]
             newest = next((m for v in reversed(kept) if (m := store.manifest(view, v)) is not None), None)
@@ -289,7 +289,7 @@ class Store:
                     msgspec.json.encode(Pointer(newest.version, self.run, store.attempt, newest.digest)),
                 )
             else:
-                _remove(self.fs, f"{self.path}/latest/{view}")
+                files.remove(self.fs, f"{self.path}/latest/{view}")
             for dropped in (v for v in store.versions(view) if v > version):
                 store.drop(view, dropped)
         return store
@@ -331,7 +331,7 @@ class Store:
     def drop(self, view: str, version: int) -> None:
         """Remove a version, its manifest first, so that it is never seen in part."""
         directory = self.directory(view, version)
-        _remove(self.fs, f"{directory}/{MANIFEST}")
+        files.remove(self.fs, f"{directory}/{MANIFEST}")
         if self.fs.exists(directory):
             self.fs.rm(directory, recursive=True)
 
@@ -345,12 +345,12 @@ class Store:
             )
 
     def read_file(self, path: str) -> bytes | None:
-        return _read(self.fs, path)
+        return files.read(self.fs, path)
 
     def write(self, path: str, data: bytes) -> None:
         """Replace a small file whole, if this attempt still owns the store."""
         self.check_fence()
-        _write(self.fs, path, data)
+        files.write(self.fs, path, data)
 
 
 class Writer:
@@ -390,11 +390,11 @@ class Writer:
     def _flush(self) -> None:
         path = f"{self._directory}/{self._file_name()}"
         if self._store.local:
-            _check_space(self._directory, self._pending_bytes)
+            files.check_space(self._directory, self._pending_bytes)
             temporary = f"{path}.{secrets.token_hex(4)}.tmp"
             try:
                 safetensors.torch.save_file(self._pending, temporary, metadata={"format": "pt"})
-                _sync(temporary)
+                files.sync(temporary)
             except (OSError, safetensors.SafetensorError) as error:
                 Path(temporary).unlink(missing_ok=True)
                 raise StoreError(
@@ -413,7 +413,7 @@ def init(root: str, run: str) -> Store:
     owner = _owner(fs, path, root)
     if owner is None:
         owner = (run, 1)
-        _write(fs, f"{path}/run.json", json.dumps({"run": run, "attempt": 1}).encode())
+        files.write(fs, f"{path}/run.json", json.dumps({"run": run, "attempt": 1}).encode())
     if owner[0] != run:
         raise StoreError(f"store {root} belongs to run {owner[0]}, not {run}; set weights.store to an empty place")
     return Store(root, run, owner[1])
@@ -427,28 +427,19 @@ def open_store(root: str, run: str) -> Store | None:
 
 def read_tensors(directory: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """`names` of a full local version, mapped from its files and checked. Raises StoreError, naming the tensor."""
-    files: dict[str, Any] = {}
+    opened: dict[str, Any] = {}
     for name in names:
         entry = manifest.tensors[name]
         where = f"{manifest.view} version {manifest.version}, tensor {name}"
         try:
-            if entry.file not in files:
-                files[entry.file] = safetensors.safe_open(directory / entry.file, framework="pt")
-            tensor = files[entry.file].get_tensor(name)
+            if entry.file not in opened:
+                opened[entry.file] = safetensors.safe_open(directory / entry.file, framework="pt")
+            tensor = opened[entry.file].get_tensor(name)
         except (OSError, safetensors.SafetensorError, struct.error) as error:
             raise StoreError(f"{where}: cannot read {entry.file} ({error})") from error
         if tensor_checksum(tensor) != entry.xxh3:
             raise StoreError(f"{where}: bytes differ from the manifest in {directory / entry.file}")
         yield name, tensor
-
-
-def tensor_checksum(tensor: Tensor) -> str:
-    """xxh3-128 of a contiguous CPU tensor's bytes, hex."""
-    return checksum(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else checksum(b"")
-
-
-def checksum(data: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _digest(manifest: Manifest) -> str:
@@ -460,7 +451,7 @@ def _part_name(attempt: int, part: int) -> str:
 
 
 def _owner(fs: Any, path: str, root: str) -> tuple[str, int] | None:
-    raw = _read(fs, f"{path}/run.json")
+    raw = files.read(fs, f"{path}/run.json")
     if raw is None:
         return None
     try:
@@ -468,56 +459,3 @@ def _owner(fs: Any, path: str, root: str) -> tuple[str, int] | None:
         return str(owner["run"]), int(owner["attempt"])
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(f"store {root}: run.json is damaged; write the run's id and attempt back into it") from error
-
-
-def _read(fs: Any, path: str) -> bytes | None:
-    try:
-        return fs.cat_file(path) if not isinstance(fs, LocalFileSystem) else Path(path).read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def _write(fs: Any, path: str, data: bytes) -> None:
-    if isinstance(fs, LocalFileSystem):
-        write_local(Path(path), data)
-    else:
-        fs.pipe_file(path, data)
-
-
-def write_local(path: Path, data: bytes) -> None:
-    """Replace a small file so that a reader, or a crash, sees the old bytes or the new ones. Raises StoreError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise StoreError(f"cannot write {path}: {error}; free some space or lower weights.keep_versions") from error
-    _sync(str(path.parent))
-
-
-def _remove(fs: Any, path: str) -> None:
-    if fs.exists(path):
-        fs.rm(path)
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _check_space(directory: str, needed: int) -> None:
-    status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize
-    if free < needed:
-        raise StoreError(
-            f"store {directory}: {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB needed; "
-            "free some space or lower weights.keep_versions"
-        )

@@ -18,7 +18,7 @@ import torch
 import weight_models as models
 
 from miles_mixprec.errors import StoreError
-from miles_mixprec.weights import delta, encode, store
+from miles_mixprec.weights import delta, encode, files, store
 from miles_mixprec.weights.store import Store
 
 VIEWS = ["fp8", "nvfp4"]
@@ -132,7 +132,7 @@ def test_a_resume_killed_anywhere_is_finished_by_the_next(tmp_path: Path) -> Non
         assert pointer is not None and (pointer.version, pointer.attempt) == (1, resumed.attempt)
         assert resumed.versions("bf16") == [0, 1]
         resumed.publish("bf16", 2, models.moe(7, experts=1).items(), models.CONFIG)
-        assert checksums(resumed, "bf16", 2)["lm_head.weight"] == store.tensor_checksum(
+        assert checksums(resumed, "bf16", 2)["lm_head.weight"] == files.tensor_checksum(
             models.moe(7)["lm_head.weight"]
         )
         with pytest.raises(StoreError, match="must stop writing"):

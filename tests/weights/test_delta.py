@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_mixprec.errors import StoreError
-from miles_mixprec.weights import delta, encode, store
+from miles_mixprec.weights import delta, encode, files, store
 from miles_mixprec.weights.store import Store
 
 VIEWS = ["fp8", "nvfp4"]
@@ -30,7 +30,7 @@ def train(opened: Store, scratch: Path, versions: int, *, anchor_every: int) -> 
 
 
 def checksums(replica: delta.Replica) -> dict[str, str]:
-    return {name: store.tensor_checksum(tensor) for name, tensor in replica.read()}
+    return {name: files.tensor_checksum(tensor) for name, tensor in replica.read()}
 
 
 @pytest.mark.parametrize("view", VIEWS)

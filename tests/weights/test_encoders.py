@@ -13,7 +13,7 @@ import torch
 import weight_models as models
 
 from miles_mixprec.errors import StoreError
-from miles_mixprec.weights import encoders, store
+from miles_mixprec.weights import encoders, files
 from miles_mixprec.weights.checkpoint import Checkpoint, decode_checkpoint, encode_checkpoint, view_of
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_stacked_experts_encode_like_experts_of_their_own(view: str) -> None:
     apart, stacked = encode_all(view, models.moe()), encode_all(view, models.moe(stacked=True))
     assert apart.keys() == stacked.keys()
     for name, tensor in apart.items():
-        assert store.tensor_checksum(tensor) == store.tensor_checksum(stacked[name].contiguous()), name
+        assert files.tensor_checksum(tensor) == files.tensor_checksum(stacked[name].contiguous()), name
 
 
 def test_gate_and_up_share_the_nvfp4_global_scale() -> None:

@@ -20,7 +20,7 @@ import zstandard
 from weight_runs import run_config
 
 from miles_mixprec.errors import CapabilityError, StoreError
-from miles_mixprec.weights import disk_delta, publisher, store
+from miles_mixprec.weights import disk_delta, files, publisher, store
 from miles_mixprec.weights.store import Store
 
 HERE = Path(__file__).parent
@@ -101,7 +101,7 @@ def test_sharded_ranks_publish_what_one_would_and_a_resume_proves_the_bytes(
     assert resumed.manifest("bf16", 1).attempt == 1  # the bytes were the same, so the version stayed as it was
     assert resumed.manifest("bf16", 2).attempt == 2
     assert "version 4 was published with other bytes" in str(printed[-1]["error"])
-    assert checksums(other, 4)["model.norm.weight"] == store.tensor_checksum(models.moe(3)["model.norm.weight"])
+    assert checksums(other, 4)["model.norm.weight"] == files.tensor_checksum(models.moe(3)["model.norm.weight"])
 
 
 def arguments(root: Path, **changes: object) -> Namespace:
@@ -147,7 +147,7 @@ def write_delta(directory: Path, old: dict[str, torch.Tensor], new: dict[str, to
         overwrite = [np.array([positions.size], "<u4").view(np.uint8), positions.view(np.uint8), after[mask]]
         data = before ^ after if encoding == "xor" else np.concatenate(overwrite)
         delta[name] = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(data), dtype=np.uint8)
-        digests[name] = store.checksum(after)
+        digests[name] = files.checksum(after)
     safetensors.numpy.save_file(delta, directory / "model-00000-of-00001.safetensors", metadata=digests)
     metadata = {"delta_encoding": encoding, "compression_format": "zstd", "checksum_format": "xxh3-128"}
     weight_map = dict.fromkeys(delta, "model-00000-of-00001.safetensors")

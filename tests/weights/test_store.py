@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from miles_mixprec.errors import StoreError
-from miles_mixprec.weights import delta, store
+from miles_mixprec.weights import delta, files, store
 from miles_mixprec.weights.store import Pointer, Store
 
 CONFIG = models.CONFIG
@@ -195,7 +195,7 @@ def test_a_version_swapped_under_its_pointer_is_refused(tmp_path: Path) -> None:
     pointer = opened.latest("bf16")
     manifest = opened.manifest("bf16", 0)
     forged = msgspec.structs.replace(manifest, version=1, digest="")
-    forged = msgspec.structs.replace(forged, digest=store.checksum(msgspec.json.encode(forged)))
+    forged = msgspec.structs.replace(forged, digest=files.checksum(msgspec.json.encode(forged)))
     (Path(opened.directory("bf16", 1)) / "manifest.json").write_bytes(msgspec.json.encode(forged))
     with pytest.raises(StoreError, match="not the published one"):
         opened.pointed("bf16", pointer)

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from miles_mixprec.weights.checkpoint import Checkpoint
-from miles_mixprec.weights.store import checksum, tensor_checksum
+from miles_mixprec.weights.files import checksum, tensor_checksum
 
 
 def fingerprint(directory: Path) -> str:
