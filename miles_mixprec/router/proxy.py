@@ -110,6 +110,8 @@ class Proxy:
         try:
             self.access.check(request)
             key = session_key(request)
+            if not request.raw_path.startswith("/"):
+                raise Refused("the request target must be a path; this is no forward proxy")
             body = await request.read()
             pin = await self._pin(key) if session or key else None
             asked = gate.parse(request.headers.get(MIN_VERSION)) or 0

@@ -49,7 +49,7 @@ class FakeEngine:
         app.router.add_post("/{path:.*}", self._turn)
         self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.05)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", port, reuse_address=True)
+        site = web.TCPSite(self.runner, "127.0.0.1", port, reuse_address=True, backlog=4096)
         await site.start()
         self.url = "http://{}:{}".format(*self.runner.addresses[0][:2])
         return self
@@ -79,7 +79,11 @@ class FakeEngine:
             await asyncio.sleep(3600)
         if self.loads_status != 200:
             return web.Response(status=self.loads_status)
-        load = {"num_running_reqs": self.running - self.forgotten, "num_waiting_reqs": self.queued, "token_usage": self.kv_use}
+        load = {
+            "num_running_reqs": self.running - self.forgotten,
+            "num_waiting_reqs": self.queued,
+            "token_usage": self.kv_use,
+        }
         return web.json_response({"loads": [load]})
 
     async def _abort(self, request: web.Request) -> web.Response:

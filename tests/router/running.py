@@ -86,7 +86,7 @@ async def running(
     app = build_app(router or settings(), fleet or Fleet(name="test", model="m", context_length=1), run_id=run_id)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
     url = "http://{}:{}".format(*runner.addresses[0][:2])
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         try:
