@@ -21,6 +21,7 @@ OWNED = (
     "custom-convert-samples-to-train-data-path",
     "custom-megatron-init-path",
     "custom-rollout-log-function-path",
+    "custom-eval-rollout-log-function-path",
     "custom-config-path",
     "sglang-config",
     "sglang-router-ip",
@@ -71,6 +72,7 @@ def _integration(config: Config, generation: str) -> dict[str, Any]:
         "custom-convert-samples-to-train-data-path": "miles_mixprec.miles.convert_samples",
         "custom-megatron-init-path": "miles_mixprec.miles.megatron_init",
         "custom-rollout-log-function-path": "miles_mixprec.rollout.log.log_rollout",
+        "custom-eval-rollout-log-function-path": "miles_mixprec.rollout.log.log_eval",
         "custom-config-path": directory / CONFIG_FILE,
         # Engines are not Miles': it sees an ordinary router and a group that launches nothing.
         "sglang-config": directory / PLACEHOLDER_FILE,

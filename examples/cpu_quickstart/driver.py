@@ -39,6 +39,8 @@ async def train(args: Namespace) -> None:
         if should_run_periodic_action(rollout_id, args.eval_interval, per_epoch, args.num_rollout):
             await rollouts.eval.remote(rollout_id)
 
+    if args.eval_interval is not None and args.start_rollout_id == 0:
+        await rollouts.eval.remote(-1)
     upcoming = rollouts.generate.remote(args.start_rollout_id)
     for rollout_id in range(args.start_rollout_id, args.num_rollout):
         batch = await upcoming

@@ -181,6 +181,7 @@ async def _evaluate(setup: Setup, sample: Any, sampling_params: dict[str, Any]) 
             break
     sample.tokens, sample.response_length = prompt + trajectory.ids, len(trajectory.ids)
     sample.response, sample.loss_mask = setup.tokenizer.decode(trajectory.ids), trajectory.loss_mask
+    sample.weight_versions = [str(reply.versions[0]) for _, _, reply in trajectory.turns]
     sample.reward = environment.grade()
     sample.status = type(sample).Status.COMPLETED
     return sample

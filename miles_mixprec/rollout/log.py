@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from miles_mixprec.config import from_args
-from miles_mixprec.guard.signals import MetricsLog, PoolRollout, RolloutLine, TrainLine
+from miles_mixprec.guard.signals import EvalLine, MetricsLog, PoolRollout, RolloutLine, TrainLine
 from miles_mixprec.rollout.generate import RECORD
 from miles_mixprec.rollout.record import SamplerRecord
 
@@ -42,6 +42,40 @@ def log_rollout(rollout_id: int, args: Namespace, samples: list[Any], extra_metr
         )
     )
     return False
+
+
+def log_eval(rollout_id: int, args: Namespace, data: dict[str, dict[str, Any]], extra_metrics: Any) -> bool:
+    """Miles' `--custom-eval-rollout-log-function-path`: pass@1 and pass@4 of every evaluated episode, as one line.
+
+    The line belongs to the update whose weights the engines really served, the oldest if they changed on the way.
+    Miles' own logging goes on (returns False).
+    """
+    config = from_args(args)
+    by_prompt: dict[tuple[str, str], list[float]] = {}
+    for name, dataset in data.items():
+        for sample in dataset["samples"]:
+            by_prompt.setdefault((name, str(sample.prompt)), []).append(float(sample.reward))
+    versions = [int(v) for dataset in data.values() for sample in dataset["samples"] for v in sample.weight_versions]
+    MetricsLog(config.run_dir).append(
+        EvalLine(
+            update=min(versions) - 1,
+            time=time.time(),
+            pass_1=_mean([pass_at(1, rewards) for rewards in by_prompt.values()]),
+            pass_4=_mean([pass_at(4, rewards) for rewards in by_prompt.values()]),
+            episodes=sum(map(len, by_prompt.values())),
+        )
+    )
+    return False
+
+
+def pass_at(k: int, rewards: Sequence[float]) -> float:
+    """Unbiased estimate of P(at least one of k episodes passes) from n >= k of them (arXiv 2107.03374, eq. 1).
+
+    With fewer than k episodes it is that of as many as there are.
+    """
+    n, passed = len(rewards), sum(reward > 0 for reward in rewards)
+    k = min(k, n)
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def _pool_line(samples: list[Any], update: int, dropped: int) -> PoolRollout:
