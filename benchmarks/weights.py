@@ -1,22 +1,28 @@
 """What weight views cost: each encoder against the reference paths, deltas, the store, memory.
 
-    python benchmarks/weights.py [--rows 4096] [--repeat 3] [--markdown]
+    python benchmarks/weights.py [--rows 4096] [--repeat 3]
 
 One core. References: torchao (`to_mx`, `nvfp4_quantize`), compressed-tensors (`quantize` and its packing) and the
-quantisers of Miles 0.0.2: the Transformer Engine reference for NVFP4 and the conversion rule of its FP8 tool, with the
-same arithmetic in eager torch where they need a GPU. GB/s count the BF16 bytes that go in. A reference that is not
-installed has no column. Projections take one 35B model, 70 GB of BF16, over as many cores as stated.
+quantisers of Miles 0.0.2: its FP8 rule in eager torch, because its kernel needs a GPU, and for NVFP4 the Transformer
+Engine reference that it calls (TRANSFORMER_ENGINE_SOURCE: the `transformer_engine` folder of an unpacked wheel). GB/s
+count the BF16 bytes that go in. What is not installed is left out. Projections: 35B parameters, 70 GB of BF16.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import os
 import resource
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +54,8 @@ def fp8_blocks_eager(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def references(view: str) -> dict[str, Callable[[Tensor], object]]:
     """Other implementations of a view's encoder, by name."""
-    found: dict[str, Callable[[Tensor], object]] = {}
-    if view == "fp8":
-        found["eager torch"] = fp8_blocks_eager
-    try:
+    found: dict[str, Callable[[Tensor], object]] = {"fp8": {"Miles' rule, eager": fp8_blocks_eager}}.get(view, {})
+    with contextlib.suppress(ImportError):
         from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
         from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
@@ -60,13 +64,25 @@ def references(view: str) -> dict[str, Callable[[Tensor], object]]:
             "mxfp4": {"torchao": lambda w: to_mx(w, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.EVEN)},
             "nvfp4": {"torchao": lambda w: nvfp4_quantize(w, 16, w.abs().max().float() / 2688)},
         }.get(view, {})
-    except ImportError:
-        pass
-    try:
-        found |= {"compressed-tensors": c} if (c := compressed_tensors_path(view)) else {}
-    except ImportError:
-        pass
+    with contextlib.suppress(ImportError):
+        found["compressed-tensors"] = compressed_tensors_path(view)
+    if view == "nvfp4" and "TRANSFORMER_ENGINE_SOURCE" in os.environ:
+        found["Transformer Engine reference (Miles 0.0.2)"] = transformer_engine_path()
     return found
+
+
+def transformer_engine_path() -> Callable[[Tensor], object]:
+    """Miles 0.0.2's NVFP4 quantiser, from an unpacked wheel: the package itself does not import without CUDA."""
+    path = Path(os.environ["TRANSFORMER_ENGINE_SOURCE"]) / "pytorch" / "custom_recipes" / "reference_nvfp4.py"
+    for name in ("", ".pytorch", ".pytorch.custom_recipes", ".pytorch.quantized_tensor"):
+        sys.modules["transformer_engine" + name] = mock = MagicMock()
+        mock.Quantizer = mock.QuantizedTensorStorage = object
+    spec = importlib.util.spec_from_file_location("reference_nvfp4", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["reference_nvfp4"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    quantize = module.NVFP4QuantizerRef._quantize_blockwise_reference
+    return lambda w: quantize(w, w.abs().max().float(), 16, 1, pow_2_scales=False, eps=0.0)
 
 
 def compressed_tensors_path(view: str) -> Callable[[Tensor], object]:
@@ -103,42 +119,32 @@ def compressed_tensors_path(view: str) -> Callable[[Tensor], object]:
     return grouped
 
 
-OURS: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], Callable[[], object]]]] = {
-    "fp8": (formats.encode_fp8, lambda w: lambda e=formats.encode_fp8(w): formats.decode_fp8(*e)),
-    "mxfp8": (formats.encode_mxfp8, lambda w: lambda e=formats.encode_mxfp8(w): formats.decode_mxfp8(*e)),
-    "mxfp4": (formats.encode_mxfp4, lambda w: lambda e=formats.encode_mxfp4(w): formats.decode_mxfp4(*e)),
-    "nvfp4": (
-        lambda w: formats.encode_nvfp4(w, w.abs().max().float()),
-        lambda w: lambda e=formats.encode_nvfp4(w, w.abs().max().float()): formats.decode_nvfp4(*e),
-    ),
+def encode_nvfp4(weight: Tensor) -> tuple[Tensor, ...]:
+    low, high = weight.aminmax()
+    return formats.encode_nvfp4(weight, torch.maximum(-low, high).float())
+
+
+OURS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Tensor]]] = {
+    "fp8": (formats.encode_fp8, formats.decode_fp8),
+    "mxfp8": (formats.encode_mxfp8, formats.decode_mxfp8),
+    "mxfp4": (formats.encode_mxfp4, formats.decode_mxfp4),
+    "nvfp4": (encode_nvfp4, formats.decode_nvfp4),
 }
 
 
 def encoders(rows: int, repeat: int) -> list[list[str]]:
     weight = (torch.randn(rows, 2048, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     table = []
-    for view, (ours, decoder) in OURS.items():
-        rate = weight.nbytes / best_seconds(lambda: ours(weight), repeat) / 1e9  # noqa: B023
-        decoding = weight.nbytes / best_seconds(decoder(weight), repeat) / 1e9
-        others = {}
-        for name, reference in references(view).items():
-            try:
-                reference(weight)
-            except Exception as error:
-                print(f"{view}: {name} does not run here: {' '.join(str(error).split())[:120]}")
-                continue
-            others[name] = weight.nbytes / best_seconds(lambda: reference(weight), repeat) / 1e9  # noqa: B023
-        fastest = max(others.values(), default=float("nan"))
-        seconds = [f"{MODEL_BYTES / 1e9 / rate / cores:.1f}" for cores in (16, 64)]
-        table.append(
-            [
-                view,
-                f"{rate:.3f}",
-                ", ".join(f"{n} {r:.3f}" for n, r in others.items()) or "-",
-                f"{rate / fastest:.1f}x",
-            ]
-            + [f"{decoding:.3f}", *seconds]
-        )
+    for view, (encode_matrix, decode_matrix) in OURS.items():
+        work: dict[str, Callable[[], object]] = {"ours": partial(encode_matrix, weight)}
+        work["decode"] = partial(decode_matrix, *encode_matrix(weight))
+        work |= {name: partial(reference, weight) for name, reference in references(view).items()}
+        rates = {name: weight.nbytes / best_seconds(call, repeat) / 1e9 for name, call in work.items()}
+        ours, decoding = rates.pop("ours"), rates.pop("decode")
+        others = ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items())
+        ratio = f"{ours / max(rates.values()):.1f}x"
+        projected = [f"{MODEL_BYTES / 1e9 / ours / cores:.1f}" for cores in (16, 64)]
+        table.append([view, f"{ours:.3f}", others, ratio, f"{decoding:.3f}", *projected])
     return table
 
 
@@ -196,9 +202,8 @@ def memory(rows: int) -> str:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             encode.encode_version(opened, opened.latest("bf16"), ["fp8"], root / "scratch")
             size = layers * rows * 2048 * 2
-            grown.append(
-                f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10:.0f} MiB at {size / 2**20:.0f} MiB"
-            )
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            grown.append(f"{peak / 2**10:.0f} MiB for {size / 2**20:.0f} MiB")
         finally:
             shutil.rmtree(root)
     return ", ".join(grown)
