@@ -41,7 +41,7 @@ def test_recipe_of_the_default_arm():
         flags["disable-grpo-std-normalization"] and flags["calculate-per-token-loss"] and flags["use-rollout-logprobs"]
     )
     assert flags["global-batch-size"] == "32"
-    assert flags["sglang-server-concurrency"] == "48"
+    assert flags["sglang-server-concurrency"] == "52"
     assert flags["rollout-function-path"] == "miles_mixprec.miles.generate_rollout"
 
 
