@@ -18,9 +18,10 @@ SMALL = ["prompts_per_update=4", "samples_per_prompt=4"]
 pytestmark = pytest.mark.engines
 
 
-def start(run_dir, *overrides):
+def start(run_dir, *overrides, **environment):
     return subprocess.Popen(
         ["bash", str(RUN), f"run_dir={run_dir}", *SMALL, *overrides],
+        env={key: value for key, value in os.environ.items() if key != "MILES_SOURCE"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -77,7 +78,10 @@ def test_every_sample_has_a_source_and_versions_advance(finished):
     for view in ("bf16", "fp8", "nvfp4"):
         assert json.loads((run_dir / "store" / "latest" / view).read_text())["version"] == 2
     sidecars = (run_dir / "logs" / "sidecars.log").read_text()
-    assert all(f"{view}/0 serves version 2" in sidecars or f"{view}/0 serves version 1" in sidecars for view in ("bf16", "fp8", "nvfp4"))
+    assert all(
+        f"{view}/0 serves version 2" in sidecars or f"{view}/0 serves version 1" in sidecars
+        for view in ("bf16", "fp8", "nvfp4")
+    )
 
 
 def test_sampler_and_trainer_agree_on_every_token(finished):
@@ -159,3 +163,17 @@ def engine_processes():
                 continue
             if "-m sglang.launch_server" in command and "miles_mixprec/providers/process.py" not in command:
                 yield int(entry.name), command
+
+
+def test_the_same_job_runs_on_miles_0_1(tmp_path):
+    """Miles' own train_async.py, unmodified, with --fully-async."""
+    if not os.environ.get("MILES_SOURCE"):
+        pytest.skip("no Miles 0.1: set MILES_SOURCE to a checkout")
+    source = {"MILES_SOURCE": os.environ["MILES_SOURCE"]}
+    status, out = finish(start(tmp_path / "run", "updates=2", **source))
+    assert status == 0, out[-4000:]
+    assert "Miles 0.1 starts" in out
+    first = lines(tmp_path / "run", "train")[0]["metrics"]
+    assert first["mixprec/pool/bf16/kl_num"] / first["mixprec/pool/bf16/kl_den"] < 1e-9
+    assert json.loads((tmp_path / "run" / "store" / "latest" / "nvfp4").read_text())["version"] == 2
+    await_no_processes(tmp_path / "run")
