@@ -98,7 +98,10 @@ def apply_delta(base: Path, base_manifest: Manifest, delta: Path, manifest: Mani
     shutil.copyfile(base / INDEX, into / INDEX)
     shutil.copyfile(delta / "config.json", into / "config.json")
     tensors = {n: Entry(e.file, e.bytes, manifest.tensors[n].xxh3) for n, e in base_manifest.tensors.items()}
-    return msgspec.structs.replace(manifest, tensors=tensors, files=base_manifest.files, base=None)
+    documents = manifest.documents | {INDEX: base_manifest.documents[INDEX]}
+    return msgspec.structs.replace(
+        manifest, tensors=tensors, files=base_manifest.files, documents=documents, base=None
+    )
 
 
 @dataclass(frozen=True)
@@ -156,9 +159,13 @@ def stage(store: Store, view: str, pointer: Pointer, scratch: Path, *, verify: b
         applied = apply_delta(replica.directory, replica.manifest, delta, step, into)
         write_local(into / _REPLICA, msgspec.json.encode(applied))
         replica = Replica(into, applied)
-    if verify:
-        for _ in replica.read():
+    try:
+        for _ in replica.read() if verify else ():
             pass
+    except StoreError:
+        if replica.directory.is_relative_to(scratch):  # a bad copy; the next attempt makes a new one
+            shutil.rmtree(replica.directory)
+        raise
     _forget_older(scratch, keep=2)
     return replica
 

@@ -36,6 +36,7 @@ from miles_mixprec.weights.files import checksum, tensor_checksum
 FILE_BYTES = 2 << 30  # of one safetensors file, and the most that a writer holds in memory
 _VERSION = re.compile(r"weight_v(\d{6,})$")
 MANIFEST, INDEX = "manifest.json", "model.safetensors.index.json"
+_LOCAL = LocalFileSystem()
 
 
 class Pointer(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ class Manifest(msgspec.Struct, frozen=True):
     source: str
     tensors: dict[str, Entry]
     files: dict[str, int]  # size in bytes
-    config: str  # xxh3 of config.json
+    documents: dict[str, str]  # xxh3 of config.json and the index
     base: int | None = None  # delta: the version that the files apply to
     stats: dict[str, float] = {}
     digest: str = ""  # xxh3 of this manifest with an empty digest
@@ -160,7 +161,7 @@ class Store:
         if self.local:
             return Path(source)
         into.mkdir(parents=True, exist_ok=True)
-        for name in [*manifest.files, INDEX, "config.json"]:
+        for name in [*manifest.files, *manifest.documents]:
             target = into / name
             if not (target.exists() and target.stat().st_size == manifest.files.get(name)):
                 self.fs.get_file(f"{source}/{name}", str(target))
@@ -229,10 +230,13 @@ class Store:
                     raise StoreError(f"{view} version {version}: two writers disagree about tensor {name}")
         directory = self.directory(view, version)
         sizes = {name: int(self.fs.size(f"{directory}/{name}")) for name in sorted({e.file for e in tensors.values()})}
-        config_bytes = json.dumps(config, indent=2, sort_keys=True).encode()
         index = {
             "metadata": {"total_size": sum(entry.bytes for entry in tensors.values())},
             "weight_map": {name: entry.file for name, entry in tensors.items()},
+        }
+        documents = {
+            "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
+            INDEX: json.dumps(index).encode(),
         }
         stats = {key: sum(part.stats[key] for part in written) for key in written[0].stats}
         manifest = Manifest(
@@ -243,13 +247,13 @@ class Store:
             source,
             tensors,
             sizes,
-            checksum(config_bytes),
+            {name: checksum(data) for name, data in documents.items()},
             written[0].base,
             stats,
         )
         manifest = msgspec.structs.replace(manifest, digest=_digest(manifest))
-        self.write(f"{directory}/config.json", config_bytes)
-        self.write(f"{directory}/{INDEX}", json.dumps(index).encode())
+        for name, data in documents.items():
+            self.write(f"{directory}/{name}", data)
         self.write(f"{directory}/{MANIFEST}", msgspec.json.encode(manifest))
         self.point(view, Pointer(version, self.run, self.attempt, manifest.digest))
         return manifest
@@ -426,7 +430,13 @@ def open_store(root: str, run: str) -> Store | None:
 
 
 def read_tensors(directory: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """`names` of a full local version, mapped from its files and checked. Raises StoreError, naming the tensor."""
+    """`names` of a full local version, mapped from its files and checked, its documents first. Raises StoreError."""
+    for name, digest in manifest.documents.items():
+        document = files.read(_LOCAL, str(directory / name))
+        if document is None or checksum(document) != digest:
+            raise StoreError(
+                f"{manifest.view} version {manifest.version}: {directory / name} differs from the manifest"
+            )
     opened: dict[str, Any] = {}
     for name in names:
         entry = manifest.tensors[name]

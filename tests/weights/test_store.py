@@ -156,7 +156,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "empty", "missing"])
-@pytest.mark.parametrize("file", ["model-a1-p000-00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("file", ["model-a1-p000-00000.safetensors", "manifest.json", "config.json", store.INDEX])
 def test_damage_is_found_before_anything_is_served(how: str, file: str, tmp_path: Path) -> None:
     opened = store.init(str(tmp_path / "store"), "run")
     for version in (0, 1):
@@ -178,6 +178,16 @@ def test_a_damaged_pointer_or_owner_is_an_error_not_a_fallback(how: str, file: s
     damage(path, "truncate" if how == "flip" else how)
     with pytest.raises(StoreError, match="damaged"):
         opened.latest("bf16") if file.startswith("latest") else store.init(opened.root, "run")
+
+
+def test_a_bad_copy_of_a_remote_version_is_fetched_again(tmp_path: Path) -> None:
+    opened = store.init(f"memory://copy-{tmp_path.name}-{os.getpid()}", "run")
+    publish(opened, 0)
+    replica = delta.stage(opened, "bf16", opened.latest("bf16"), tmp_path)
+    damage(replica.directory / "model-a1-p000-00000.safetensors", "flip")
+    with pytest.raises(StoreError, match="bytes differ"):
+        delta.stage(opened, "bf16", opened.latest("bf16"), tmp_path)
+    delta.stage(opened, "bf16", opened.latest("bf16"), tmp_path)
 
 
 def test_a_resume_refuses_a_damaged_checkpoint_version(tmp_path: Path) -> None:
