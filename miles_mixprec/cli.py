@@ -32,6 +32,7 @@ console = Console(width=None if sys.stdout.isatty() else 140)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (0 done, 1 checks failed, 2 refused with one line on stderr)."""
     arguments = _parser().parse_args(argv)
+    arguments.words = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(arguments.run(arguments) or 0)
     except MixprecError as error:
@@ -87,7 +88,7 @@ def plan(arguments: Arguments) -> None:
     sessions = arguments.sessions or None
     rows = [costs.fleet_cost(each, sessions, machine) for each in (planned, *others)]
     if arguments.write:
-        command = shlex.join(["miles-mixprec", *(arguments.argv or sys.argv[1:])])
+        command = shlex.join(["miles-mixprec", *arguments.words])
         arguments.write.write_text(planning.fleet_yaml(planned, f"Written by `{command}`."))
     if arguments.json:
         found = {"mix": mix, "verdict": verdict, "reasons": reasons, "stages": stages, "costs": rows}
@@ -262,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog = "examples:\n" + "\n".join(f"  miles-mixprec {name} {example}" for example in examples)
         layout = argparse.RawDescriptionHelpFormatter
         sub = commands.add_parser(name, help=summary, description=summary, epilog=epilog, formatter_class=layout)
-        sub.set_defaults(run=run, argv=None)
+        sub.set_defaults(run=run)
         return sub
 
     def configured(sub: argparse.ArgumentParser) -> None:

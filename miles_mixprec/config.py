@@ -11,7 +11,7 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,7 @@ def load(name: str, overrides: Sequence[str] = (), *, conf_dir: Path = CONF_DIR)
     """
     try:
         tree = _compose(name, overrides, conf_dir)
+        _require_values(tree)
         return validate(OmegaConf.to_object(tree))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
@@ -215,11 +216,12 @@ def load(name: str, overrides: Sequence[str] = (), *, conf_dir: Path = CONF_DIR)
 def load_fleet(overrides: Sequence[str] = (), *, name: str = "config", conf_dir: Path = CONF_DIR) -> Fleet:
     """The validated fleet alone, for commands that need no run: `load_fleet(["fleet=article_mixed"])`."""
     try:
-        fleet = OmegaConf.to_object(_compose(name, overrides, conf_dir).fleet)
+        tree = _compose(name, overrides, conf_dir)
+        _require_values(tree, "fleet.")
+        fleet = OmegaConf.to_object(tree.fleet)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
     assert isinstance(fleet, Fleet)
-    _require_values(fleet, "fleet.")
     _check_fleet(fleet)
     return fleet
 
@@ -234,7 +236,9 @@ def _compose(name: str, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
 def from_mapping(values: Mapping[str, Any]) -> Config:
     """The tree from plain data, as Miles hands it back under `args.mixprec`. Raises ConfigError."""
     try:
-        return validate(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), dict(values))))
+        tree = OmegaConf.merge(OmegaConf.structured(Config), dict(values))
+        _require_values(tree)
+        return validate(OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from error
 
@@ -257,7 +261,7 @@ def to_mapping(config: Config) -> dict[str, Any]:
 def validate(config: Any) -> Config:
     """Return `config` if it can work, else raise ConfigError naming the key and the remedy."""
     assert isinstance(config, Config)
-    _require_values(config, "")
+    _require_values(OmegaConf.structured(config))
     _check_fleet(config.fleet)
     _check_algo(config.algo, config.fleet)
     if config.router.gate not in GATE_POLICIES:
@@ -273,18 +277,10 @@ def validate(config: Any) -> Config:
     return config
 
 
-def _require_values(node: Any, path: str) -> None:
-    for item in fields(node):
-        value = getattr(node, item.name)
-        name = f"{path}{item.name}"
-        if value == MISSING:
-            raise ConfigError(f"{name} has no value; set {name}=...")
-        if hasattr(value, "__dataclass_fields__"):
-            _require_values(value, f"{name}.")
-        elif isinstance(value, dict):
-            for key, child in value.items():
-                if hasattr(child, "__dataclass_fields__"):
-                    _require_values(child, f"{name}.{key}.")
+def _require_values(tree: Any, prefix: str = "") -> None:
+    missing = sorted(key for key in OmegaConf.missing_keys(tree) if key.startswith(prefix))
+    if missing:
+        raise ConfigError(f"no value for {', '.join(missing)}; set {' '.join(f'{key}=...' for key in missing)}")
 
 
 def _check_fleet(fleet: Fleet) -> None:
@@ -347,5 +343,7 @@ def _check_algo(algo: Algo, fleet: Fleet) -> None:
         )
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _one_line(error: BaseException) -> str:
+    """The message of `error` and, where Hydra wraps the reason, that of its cause."""
+    texts = [" ".join(str(each).split()) for each in (error, error.__cause__) if each is not None]
+    return ": ".join(dict.fromkeys(texts))

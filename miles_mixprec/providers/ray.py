@@ -21,7 +21,7 @@ from miles_mixprec.providers.base import Engine, Health, responds
 from miles_mixprec.providers.engine import SGLANG, process_health, start_engine, start_sidecar
 from miles_mixprec.providers.process import EngineProcess
 
-STATUS_TIMEOUT_S = 2.0
+STATUS_TIMEOUT_S = 0.2
 _PLACED = 0.001  # share of an accelerator-type resource that pins an actor to such nodes without using it up
 
 

@@ -89,9 +89,7 @@ def test_shipped_fleets_raise_no_refusal(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cpu_quickstart", "cpu_homogeneous"])
 def test_cpu_fleets_load(name: str) -> None:
-    fleet = load_fleet([f"fleet={name}", "fleet.model=models/tiny"])
-    assert fleet.slots == 48
-    assert check(fleet) == []
+    assert check(load_fleet([f"fleet={name}", "fleet.model=models/tiny"])) == []
 
 
 def test_list_prices() -> None:
