@@ -13,6 +13,7 @@ from claims.judge import FAILS, HOLDS, OPEN, PARTLY, Evidence, judge_all
 from claims.readings import Reading, read
 from claims.results import Result
 from claims.study import ROOT, Cell, Study, cells, command_line, config_of
+from miles_mixprec.config import to_mapping
 from miles_mixprec.guard.plots import line_plot
 from miles_mixprec.guard.report import CURVES, Plot, comparison_plots, group_series
 
@@ -56,7 +57,8 @@ def write_reports(study: Study, results: Sequence[Result]) -> list[Path]:
     """Write `<study>.md` and `<study>.html` into the study's docs folder; return their paths."""
     evidence = Evidence(study, results, [read(result, study.limits) for result in results])
     known = cells(study)
-    example = config_of(study, known[0])
+    config = results[0].config if results and results[0].config else to_mapping(config_of(study, known[0]))
+    pools = config["fleet"]["pools"]
     values = {
         "study": study,
         "done": len(results),
@@ -65,8 +67,8 @@ def write_reports(study: Study, results: Sequence[Result]) -> list[Path]:
         "heads": ROW_HEADS,
         "rows": rows(evidence),
         "pools": pool_kl(evidence),
-        "config": example,
-        "dequantized": [name for name, pool in example.fleet.pools.items() if pool.execution == "dequantized"],
+        "config": config,
+        "dequantized": [name for name, pool in pools.items() if pool["execution"] == "dequantized"],
         "commands": [command_line(study, cell) for cell in known],
         "tags": _TAGS,
     }

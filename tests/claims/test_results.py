@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from claims.results import ResultError, keep, load_results, missing, path_of
-from claims.study import Study, cells, load_study
+from claims.study import ROOT, Study, cells, config_of, load_study
 from run_folder import write_run
 
 from miles_mixprec.guard.collapse import judge
@@ -65,10 +65,22 @@ def test_data_of_an_earlier_study_is_refused(study: Study, tmp_path: Path) -> No
         load_results(replace(study, updates=11))
 
 
+def test_cells_that_ran_in_another_configuration_are_refused(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cell, rate in zip(cells(study)[::2], (1e-4, 2e-4), strict=True):
+        write_run(tmp_path / "runs" / "claims" / cell.name, updates=12, algo=cell.arm)
+        made = replace(config_of(study, cell), learning_rate=rate)
+        monkeypatch.setattr("claims.results.config_of", lambda study, cell, made=made: made)
+        keep(study, cell)
+    with pytest.raises(ResultError, match="another configuration than grpo-mixed-s0"):
+        load_results(study)
+
+
 def test_kept_files_name_no_machine(study: Study, tmp_path: Path) -> None:
     import zstandard
 
     cell = cells(study)[0]
     write_run(tmp_path / "runs" / "claims" / cell.name, updates=12)
     keep(study, cell)
-    assert str(tmp_path).encode() not in zstandard.decompress(path_of(study, cell).read_bytes())
+    assert str(ROOT).encode() not in zstandard.decompress(path_of(study, cell).read_bytes())
