@@ -6,8 +6,8 @@ One tensor-parallel shard of two, V = 248,320, so 124,160 columns; a head of 128
 those measured at top-p 0.97 (mean 8, median 2, p99 82). Each path runs forward and backward to the gradient of the
 logits, in a process of its own, and is charged for everything it needs: Miles 0.0.2 takes fp32 logits only, so with
 bf16 logits the cast to fp32 that Megatron makes for it counts. Extra memory is the peak above logits, data and warm
-process; it includes the gradient of the logits, which no path can do without. Times are medians; on the CPU the
-allocator keeps freed memory while they are taken, so that no path pays for page faults twice.
+process; it includes the gradient of the logits, which no path can do without. Times are the best of the repeats;
+on the CPU the allocator keeps freed memory meanwhile, so that no path pays for page faults twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -160,7 +159,7 @@ def reference(batch: dict[str, Any]) -> Callable[[Tensor], Tensor]:
 
 
 def measure(path: str, tokens: int, device: str, dtype: torch.dtype, repeats: int) -> dict[str, float]:
-    """Median seconds of forward and backward, peak extra bytes, and the contracts' share, in this process."""
+    """Best seconds of forward and backward, peak extra bytes, and the contracts' share, in this process."""
     logits, batch = make_batch(tokens, device, dtype)
     kind = "support" if path == "sc_mis_top_p" else "head"
     batch["rollout_log_probs"] = [x[kind] for x in batch["rollout_log_probs"]]
@@ -184,14 +183,14 @@ def measure(path: str, tokens: int, device: str, dtype: torch.dtype, repeats: in
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
         peak = max(peak, memory(device, peak=True))
-    result = {"seconds": statistics.median(times[1:]), "extra": peak - base}
+    result = {"seconds": min(times[1:]), "extra": peak - base}
     if path.startswith("sc_mis"):
         result["contracts"] = contracts_seconds(loss, logits, repeats) / result["seconds"]
     return result
 
 
 def contracts_seconds(loss: Callable[[Tensor], Tensor], logits: Tensor, repeats: int) -> float:
-    """Median seconds that one call spends in the checks."""
+    """Best seconds that one call spends in the checks."""
     spent: list[float] = []
     inspectors = [(policy.MicroBatch, "inspect"), (policy.Tokens, "inspect")]
 
@@ -211,7 +210,7 @@ def contracts_seconds(loss: Callable[[Tensor], Tensor], logits: Tensor, repeats:
         spent.clear()
         loss(logits)
         totals.append(sum(spent))
-    return statistics.median(totals)
+    return min(totals)
 
 
 def single_process() -> None:

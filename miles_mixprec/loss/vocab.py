@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Elements of one fp32 chunk: what stays in a core's cache, and what keeps a GPU busy at 256 MB of scratch.
-_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+# Elements of one fp32 chunk: what stays in a CPU's cache, and what keeps a GPU busy at 256 MB of scratch.
+_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
