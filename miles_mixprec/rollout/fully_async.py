@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from miles_mixprec.config import Config, from_args
+from miles_mixprec.errors import EngineError
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,8 @@ class GroupStream:
     """Keeps the fleet's slots filled with groups and hands out finished ones in the order in which they finish.
 
     A group with an aborted sample is dropped whole and replaced. At most `buffer_factor` batches wait finished, so a
-    slow trainer stops the samplers in the end, not the other way round.
+    slow trainer stops the samplers in the end, not the other way round. A fleet that yields nothing but lost groups is
+    an error.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class GroupStream:
         self.finished: asyncio.Queue[Group] = asyncio.Queue()
         self.running: set[asyncio.Task[Group]] = set()
         self.dropped: Counter[str] = Counter()
+        self.lost_in_a_row = 0
         self.feeder: asyncio.Task[None] | None = None
 
     @classmethod
@@ -84,7 +87,14 @@ class GroupStream:
         aborted = [sample for sample in group if sample.status == type(sample).Status.ABORTED]
         if not aborted:
             self.finished.put_nowait(group)
+            self.lost_in_a_row = 0
             return
+        self.lost_in_a_row += 1
         reason = aborted[0].metadata.get("mixprec", {})
         self.dropped[str(reason.get("pool"))] += 1
         log.warning("group %s dropped: %s", group[0].group_index, reason.get("lost", "aborted"))
+        if self.lost_in_a_row > 3 * self.concurrency:
+            raise EngineError(
+                f"{self.lost_in_a_row} groups in a row were lost, last from pool {reason.get('pool')}: "
+                f"{reason.get('lost', 'aborted')}; see the router's GET /fleet"
+            )

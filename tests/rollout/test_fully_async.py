@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles_mixprec import config as configuration
+from miles_mixprec.errors import EngineError
 from miles_mixprec.rollout.fully_async import GroupStream
 
 
@@ -91,6 +92,20 @@ def test_an_episode_s_error_reaches_the_caller():
         await make_stream(generate).take(1)
 
     with pytest.raises(ZeroDivisionError, match="environment"):
+        asyncio.run(scenario())
+
+
+def test_a_fleet_that_loses_everything_is_an_error_not_a_loop():
+    async def generate(group):
+        await asyncio.sleep(0)
+        group[0].status, group[1].status = Sample.Status.ABORTED, Sample.Status.COMPLETED
+        group[0].metadata["mixprec"] = {"pool": "nvfp4", "lost": "gone"}
+        return group
+
+    async def scenario():
+        await make_stream(generate).take(1)
+
+    with pytest.raises(EngineError, match=r"\d+ groups in a row were lost, last from pool nvfp4: gone"):
         asyncio.run(scenario())
 
 
