@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights.files import checksum, write_local
-from miles_mixprec.weights.store import INDEX, Entry, Manifest, Pointer, Store, Writer, read_tensors
+from miles_mixprec.weights.store import INDEX, Entry, Manifest, Pointer, Store, Tensors, Writer
 
 BUCKET_BYTES = 32 << 20
 _LEVEL = 1  # XORed weights are mostly zeros; higher levels cost more time than bytes
@@ -44,7 +45,7 @@ def add_delta(writer: Writer, name: str, new: Tensor, base: Path, manifest: Mani
         )
     compressor = zstandard.ZstdCompressor(level=_LEVEL).compressobj(size=data.nbytes)
     parts, changed = [], 0
-    old = _TensorFile(base / entry.file).bytes_of(name)
+    old = _mapped(base / entry.file).bytes_of(name)
     for start in range(0, data.nbytes, BUCKET_BYTES):
         difference = data[start : start + BUCKET_BYTES] ^ old[start : start + BUCKET_BYTES]
         changed += int(np.count_nonzero(difference))
@@ -84,17 +85,15 @@ def apply_delta(base: Path, base_manifest: Manifest, delta: Path, manifest: Mani
     for file_name, names in by_file.items():
         target = into / file_name
         target.unlink(missing_ok=True)
-        if not names:
-            os.link(base / file_name, target)
+        if not names and _linked(base / file_name, target):
             continue
         shutil.copyfile(base / file_name, target)
         file = _TensorFile(target, writable=True)
         for name in names:
-            _xor(file.bytes_of(name), _wire(delta, manifest, name))
+            where = f"{manifest.view} version {manifest.version}: the delta of {name}"
+            _xor(file.bytes_of(name), _wire(delta / manifest.tensors[name].file, name, where), where)
             if checksum(file.bytes_of(name)) != manifest.tensors[name].xxh3:
-                raise StoreError(
-                    f"{manifest.view} version {manifest.version}: the delta of {name} does not give what was published"
-                )
+                raise StoreError(f"{where} does not give what was published")
     shutil.copyfile(base / INDEX, into / INDEX)
     shutil.copyfile(delta / "config.json", into / "config.json")
     tensors = {n: Entry(e.file, e.bytes, manifest.tensors[n].xxh3) for n, e in base_manifest.tensors.items()}
@@ -113,7 +112,12 @@ class Replica:
 
     def read(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """`names` or all tensors, mapped and verified. Raises StoreError, naming the tensor."""
-        yield from read_tensors(self.directory, self.manifest, names or sorted(self.manifest.tensors))
+        for name in names or sorted(self.manifest.tensors):
+            yield name, self._tensors[name]
+
+    @cached_property
+    def _tensors(self) -> Tensors:
+        return Tensors(self.directory, self.manifest)
 
 
 def add_tensor(writer: Writer, name: str, tensor: Tensor, base: Replica | None) -> None:
@@ -186,25 +190,32 @@ def _forget_older(scratch: Path, keep: int) -> None:
             shutil.rmtree(old)
 
 
-def _wire(directory: Path, manifest: Manifest, name: str) -> bytes:
-    file = directory / manifest.tensors[name].file
+def _linked(source: Path, target: Path) -> bool:
     try:
-        return _TensorFile(file).bytes_of(name).tobytes()
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        return False
+    return True
+
+
+def _wire(path: Path, name: str, where: str) -> bytes:
+    try:
+        return _mapped(path).bytes_of(name).tobytes()
     except (OSError, ValueError, KeyError) as error:
-        raise StoreError(f"{manifest.view} version {manifest.version}, tensor {name}: cannot read {file}") from error
+        raise StoreError(f"{where} cannot be read from {path}") from error
 
 
-def _xor(target: np.ndarray, wire: bytes) -> None:
+def _xor(target: np.ndarray, wire: bytes, where: str) -> None:
     try:
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(wire)) as reader:
             for start in range(0, target.nbytes, BUCKET_BYTES):
                 bucket = target[start : start + BUCKET_BYTES]
                 difference = np.frombuffer(reader.read(bucket.nbytes), dtype=np.uint8)
                 if difference.nbytes != bucket.nbytes:
-                    raise StoreError("a delta ends early; its version is damaged")
+                    raise StoreError(f"{where} ends early")
                 bucket ^= difference
     except zstandard.ZstdError as error:
-        raise StoreError(f"a delta cannot be decompressed ({error}); its version is damaged") from error
+        raise StoreError(f"{where} cannot be decompressed ({error})") from error
 
 
 class _TensorFile:
@@ -220,3 +231,13 @@ class _TensorFile:
     def bytes_of(self, name: str) -> np.ndarray:
         begin, end = self._header[name]["data_offsets"]
         return np.frombuffer(self._map, dtype=np.uint8, count=end - begin, offset=self._start + begin)
+
+
+def _mapped(path: Path) -> _TensorFile:
+    status = path.stat()
+    return _mapped_once(path, status.st_ino, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _mapped_once(path: Path, inode: int, changed: int) -> _TensorFile:
+    return _TensorFile(path)

@@ -82,7 +82,7 @@ class Stager:
 
 
 def _stage(store: Store, view: str, pointer: Pointer, execution: str, root: Path) -> Path:
-    replica = stage(store, view, pointer, root / view)
+    replica = stage(store, view, pointer, root / f"{view}-{execution}")
     if execution == "native" or view == "bf16":
         return replica.directory
     target = root / f"{view}-decoded" / f"{pointer.version:06d}-{pointer.manifest[:12]}"

@@ -16,7 +16,6 @@ import json
 import os
 import re
 import secrets
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +172,9 @@ class Store:
         if manifest is None:
             raise StoreError(f"store {self.root}: {view} has no complete version {version}")
         directory = self.fetch(manifest, into or Path(self.path) / "fetched")
-        yield from read_tensors(directory, manifest, sorted(manifest.tensors))
+        tensors = Tensors(directory, manifest)
+        for name in sorted(manifest.tensors):
+            yield name, tensors[name]
 
     # --- writing -------------------------------------------------------------------------------------------------
 
@@ -310,10 +311,10 @@ class Store:
 
     def verify(self, manifest: Manifest) -> None:
         """Read a local version's every byte. Raises StoreError, naming the tensor that differs."""
-        directory = Path(self.directory(manifest.view, manifest.version))
         if self.local and manifest.base is None:
-            for _ in read_tensors(directory, manifest, sorted(manifest.tensors)):
-                pass
+            tensors = Tensors(Path(self.directory(manifest.view, manifest.version)), manifest)
+            for name in manifest.tensors:
+                tensors[name]
 
     def prune(self, view: str, keep: int) -> list[int]:
         """Drop all but the newest `keep` complete versions and the bases of their deltas. Returns what was dropped."""
@@ -429,27 +430,35 @@ def open_store(root: str, run: str) -> Store | None:
     return init(root, run) if _owner(fs, str(path).rstrip("/"), root) is not None else None
 
 
-def read_tensors(directory: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """`names` of a full local version, mapped from its files and checked, its documents first. Raises StoreError."""
-    for name, digest in manifest.documents.items():
-        document = files.read(_LOCAL, str(directory / name))
-        if document is None or checksum(document) != digest:
-            raise StoreError(
-                f"{manifest.view} version {manifest.version}: {directory / name} differs from the manifest"
-            )
-    opened: dict[str, Any] = {}
-    for name in names:
-        entry = manifest.tensors[name]
-        where = f"{manifest.view} version {manifest.version}, tensor {name}"
+class Tensors:
+    """The tensors of a full local version, mapped from its files and checked as they are read.
+
+    Raises StoreError, naming the document or tensor, where the bytes are not those of the manifest.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory, self._manifest = directory, manifest
+        self._files: dict[str, Any] = {}
+        for name, digest in manifest.documents.items():
+            document = files.read(_LOCAL, str(directory / name))
+            if document is None or checksum(document) != digest:
+                raise StoreError(
+                    f"{manifest.view} version {manifest.version}: {directory / name} is not the published one"
+                )
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._manifest.tensors[name]
+        where = f"{self._manifest.view} version {self._manifest.version}, tensor {name}"
+        path = self._directory / entry.file
         try:
-            if entry.file not in opened:
-                opened[entry.file] = safetensors.safe_open(directory / entry.file, framework="pt")
-            tensor = opened[entry.file].get_tensor(name)
-        except (OSError, safetensors.SafetensorError, struct.error) as error:
-            raise StoreError(f"{where}: cannot read {entry.file} ({error})") from error
+            if entry.file not in self._files:
+                self._files[entry.file] = safetensors.safe_open(path, framework="pt")
+            tensor = self._files[entry.file].get_tensor(name)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise StoreError(f"{where}: cannot read {path} ({error})") from error
         if tensor_checksum(tensor) != entry.xxh3:
-            raise StoreError(f"{where}: bytes differ from the manifest in {directory / entry.file}")
-        yield name, tensor
+            raise StoreError(f"{where}: bytes differ from the manifest in {path}")
+        return tensor
 
 
 def _digest(manifest: Manifest) -> str:
