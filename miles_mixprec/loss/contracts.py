@@ -183,8 +183,9 @@ def judge(
     """
     violations: dict[int, Violation] = {}
     for finding in _failed(findings):
-        for row in finding.bad.nonzero()[:, 0].tolist():
-            at = int(sample[row])
+        rows = finding.bad.nonzero()[:, 0].tolist()
+        first = {int(sample[row]): row for row in reversed(rows)}
+        for at, row in sorted(first.items()):
             value = float(finding.value[row])
             violation = Violation(finding.check, at, int(token[row]), pools[at], value)
             settle(violation, policy)

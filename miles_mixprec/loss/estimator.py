@@ -203,7 +203,11 @@ def on_head(
     log_q_head = head_log_q.to(scores.head.dtype).masked_fill(~valid, -math.inf)
     log_p_head = scores.head.masked_fill(~valid, 0.0)
     is_sampled = head_ids == sampled_ids[:, None]
-    log_q = log_q_head.masked_fill(~is_sampled, 0.0).sum(dim=1).where(is_sampled.any(dim=1), sampled_log_q)
+    log_q = (
+        log_q_head.masked_fill(~is_sampled, 0.0)
+        .sum(dim=1)
+        .where(is_sampled.any(dim=1), sampled_log_q.to(log_q_head.dtype))
+    )
     with torch.no_grad():
         weight = rule.weight(scores.sampled, log_q)
     surrogate = weight * scores.sampled
@@ -222,19 +226,9 @@ def on_head(
             drift = (p - q).abs().sum(dim=1) + (trainer_tail - sampler_tail).abs()
         centre = (mass * log_p_head).sum(dim=1) + tail_mass * scores.tail.masked_fill(tail_mass == 0, 0.0)
         surrogate = surrogate - centre
-    loss = -advantages * (surrogate - surrogate.detach() + value)
-    return Estimate(
-        loss,
-        scores.sampled,
-        log_q,
-        weight,
-        scores.entropy,
-        sampler_mass,
-        trainer_mass,
-        sampler_tail,
-        trainer_tail,
-        drift,
-    )
+    loss = -advantages.to(value.dtype) * (surrogate - surrogate.detach() + value)
+    masses = sampler_mass, trainer_mass, sampler_tail, trainer_tail, drift
+    return Estimate(loss, scores.sampled, log_q, weight, scores.entropy, *masses)
 
 
 def on_support(
@@ -266,7 +260,16 @@ def on_support(
         score = score - segment_sum(mass * log_p, segment, rows)
     zero = torch.zeros_like(weight)
     return Estimate(
-        -advantages * score, log_p_y, log_q_y, weight, entropy, sampler_mass, trainer_mass, zero, zero, drift
+        -advantages.to(score.dtype) * score,
+        log_p_y,
+        log_q_y,
+        weight,
+        entropy,
+        sampler_mass,
+        trainer_mass,
+        zero,
+        zero,
+        drift,
     )
 
 

@@ -25,7 +25,7 @@ from miles_mixprec.loss import contracts, metrics
 from miles_mixprec.loss.contracts import Violation
 from miles_mixprec.loss.estimator import Estimate, Rule, on_head, on_support, take_rows
 from miles_mixprec.loss.layout import Layout, LocalTokens, local_tokens
-from miles_mixprec.loss.vocab import Shard, score_head, score_support
+from miles_mixprec.loss.vocab import HeadScores, Shard, score_head, score_support
 
 
 def policy_loss(
@@ -53,7 +53,7 @@ def policy_loss(
     pg_loss = loss = sum_of_sample_mean(losses)
     pairs = metrics.token_pairs(estimate, tokens.rule, tokens.lag)
     if run.algo.kl_coef > 0:
-        kl = tokens.reference_kl(logits.flatten(0, -2), micro.shard, args.rollout_temperature)
+        kl = tokens.reference_kl(run, logits.flatten(0, -2), micro.shard)
         loss = loss + run.algo.kl_coef * sum_of_sample_mean(micro.spread(kl, tokens))
         pairs["reference_kl"] = metrics.Pair(kl.detach())
         pairs["reference_invalid"] = metrics.Pair((kl.detach() >= metrics.K3_LIMIT).float())
@@ -292,18 +292,17 @@ class MicroBatch:
     def _support(self, sample: np.ndarray, position: np.ndarray) -> tuple[Tensor, ...]:
         """(offsets, ids, log q) of the tokens' supports."""
         supports = self.column("rollout_sampling_mask")
-        counts, ids = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int32)]
-        log_q = [torch.zeros(0)]
+        counts, ids = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int32)]
+        log_q = [np.zeros(0, dtype=np.float32)]
         for i in np.unique(sample):
-            offsets, *columns = map(torch.from_numpy, (supports[i].offsets, supports[i].ids, supports[i].log_probs))
-            offsets, kept_ids, kept_log_q = take_rows(offsets, torch.from_numpy(position[sample == i]), *columns)
-            counts.append(offsets.diff())
-            ids.append(kept_ids)
-            log_q.append(kept_log_q)
-        ends = torch.cat(counts).cumsum(0)
-        return tuple(
-            x.to(self.device) for x in (torch.cat((ends.new_zeros(1), ends)), torch.cat(ids), torch.cat(log_q))
-        )
+            support, rows = supports[i], position[sample == i]
+            count = np.diff(support.offsets)[rows]
+            taken = np.repeat(support.offsets[rows] - np.cumsum(count) + count, count) + np.arange(count.sum())
+            counts.append(count)
+            ids.append(support.ids[taken])
+            log_q.append(support.log_probs[taken])
+        offsets = np.cumsum(np.concatenate(counts))
+        return tuple(self._to_device(x) for x in (offsets, np.concatenate(ids), np.concatenate(log_q)))
 
     def _index(self, tokens: LocalTokens) -> Tensor:
         return self._to_device(self.starts[tokens.sample] + tokens.position)
@@ -345,18 +344,17 @@ class Tokens:
         keep_rows = torch.from_numpy(keep_host)
         keep = keep_rows.to(self.place.device)
         sets = take_rows(self.sets[0], keep, *self.sets[1:]) if len(self.sets) == 3 else [x[keep] for x in self.sets]
-        return Tokens(
+        on_device = ("place", "sampled_ids", "advantages", "log_q", "lag") + ("reference",) * (
+            self.reference is not None
+        )
+        return replace(
+            self,
             rows=self.rows[keep_rows],
-            place=self.place[keep],
             sample=self.sample[keep_host],
             position=self.position[keep_host],
-            sampled_ids=self.sampled_ids[keep],
-            advantages=self.advantages[keep],
-            log_q=self.log_q[keep],
-            reference=None if self.reference is None else self.reference[keep],
             sets=tuple(sets),
-            lag=self.lag[keep],
             rule=self.rule.at(keep),
+            **{name: getattr(self, name)[keep] for name in on_device},
         )
 
     def estimate(self, run: Run, logits: Tensor, shard: Shard) -> Estimate:
@@ -367,28 +365,28 @@ class Tokens:
             log_p = score_support(logits, offsets, ids, shard=shard, rows=self.rows, temperature=temperature)
             return on_support(log_p, offsets, ids, log_q, self.sampled_ids, self.advantages, self.rule, centering)
         head_ids, head_log_q = self.sets or (self.sampled_ids[:, None][:, :0], self.log_q[:, None][:, :0])
-        scores = score_head(
+        scores = self._score(run, logits, shard, head_ids, entropy=True)
+        return on_head(
+            scores, head_ids, head_log_q, self.sampled_ids, self.log_q, self.advantages, self.rule, centering
+        )
+
+    def reference_kl(self, run: Run, logits: Tensor, shard: Shard) -> Tensor:
+        """k3 of KL(trainer || reference) [T] over the whole vocabulary, whatever the sampler kept."""
+        assert self.reference is not None
+        scores = self._score(run, logits, shard, self.sampled_ids[:, None][:, :0], entropy=False)
+        return metrics.k3(self.reference - scores.sampled)
+
+    def _score(self, run: Run, logits: Tensor, shard: Shard, head_ids: Tensor, entropy: bool) -> HeadScores:
+        return score_head(
             logits,
             self.sampled_ids,
             head_ids,
             shard=shard,
             rows=self.rows,
-            temperature=temperature,
-            entropy=True,
+            temperature=run.algo.temperature,
+            entropy=entropy,
             chunk_rows=run.chunk_rows,
         )
-        return on_head(
-            scores, head_ids, head_log_q, self.sampled_ids, self.log_q, self.advantages, self.rule, centering
-        )
-
-    def reference_kl(self, logits: Tensor, shard: Shard, temperature: float) -> Tensor:
-        """k3 of KL(trainer || reference) [T] over the whole vocabulary, whatever the sampler kept."""
-        assert self.reference is not None
-        none = self.sampled_ids.new_empty(self.sample.size, 0)
-        log_p = score_head(
-            logits, self.sampled_ids, none, shard=shard, rows=self.rows, temperature=temperature
-        ).sampled
-        return metrics.k3(self.reference - log_p)
 
     def groups(self, run: Run, pools: Sequence[str]) -> dict[str, Tensor]:
         views = [run.view_of.get(pool) for pool in pools]
