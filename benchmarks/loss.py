@@ -163,7 +163,7 @@ def measure(path: str, tokens: int, device: str, dtype: torch.dtype, repeats: in
     logits, batch = make_batch(tokens, device, dtype)
     kind = "support" if path == "sc_mis_top_p" else "head"
     batch["rollout_log_probs"] = [x[kind] for x in batch["rollout_log_probs"]]
-    single_process()
+    single_process(device)
     loss = {
         "miles": lambda: miles_loss(batch, False),
         "miles-entropy": lambda: miles_loss(batch, True),
@@ -213,11 +213,11 @@ def contracts_seconds(loss: Callable[[Tensor], Tensor], logits: Tensor, repeats:
     return min(totals)
 
 
-def single_process() -> None:
+def single_process(device: str) -> None:
     """Miles' parallel state of one process."""
     from miles.backends.training_utils.parallel import GroupInfo, ParallelState, set_parallel_state
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     one = GroupInfo(rank=0, size=1, group=dist.group.WORLD)
     more = {"indep_dp": one} if "indep_dp" in ParallelState.__dataclass_fields__ else {}
     set_parallel_state(ParallelState(one, one, one, one, one, one, one, **more))
