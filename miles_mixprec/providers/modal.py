@@ -36,7 +36,7 @@ CONFIG_VARIABLE = "MIXPREC_CONFIG"  # the run's configuration as JSON, in every 
 ENGINE_PORT, ROUTER_PORT = 30000, 8000
 BEAT_S, LOST_S = 10.0, 60.0  # how often a container reports, and after how long without it is gone
 SCRATCH = Path("/tmp/mixprec")
-_PRIVATE_NETWORK = "fdaa:*"
+_PRIVATE_NETWORK, _TUNNELS = "fdaa:*", "*.modal.host"  # hosts of engines, as the router sees them
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,14 @@ def engine_options(config: Config, pool_name: str) -> dict[str, Any]:
 
 
 def build_app(config: Config, module: str = APP_MODULE) -> ModalApp:
-    """The app of a run, not yet deployed; needs no credentials. Raises ConfigError for settings that cannot work."""
+    """The app of a run, not yet deployed; needs no credentials. Raises ConfigError for settings that cannot work.
+
+    A router with both tokens also gets a public address; without them it stays on the private network.
+    """
     settings = config.fleet.modal
-    if not settings.router_url and not (config.router.client_token_env and config.router.admin_token_env):
+    if not settings.router_url and not settings.private and not _has_tokens(config):
         raise ConfigError(
-            "provider modal serves the router at a public address: set router.client_token_env and "
+            "fleet.modal.private=false puts the router at a public address: set router.client_token_env and "
             "router.admin_token_env, and name a Modal secret with both variables in fleet.modal.secrets"
         )
     if settings.private and settings.region is None:
@@ -158,8 +161,11 @@ class ModalProvider:
         return Health(entry["state"], entry["detail"])
 
     def router_url(self) -> str:
-        """The router's address for the trainer: a public tunnel, or wherever it runs."""
-        return self.fleet.modal.router_url or str(_directory(self.config)["router"]["public_url"])
+        """The router's address for the trainer: public if it has one, else on the private network."""
+        if self.fleet.modal.router_url:
+            return self.fleet.modal.router_url
+        entry = _directory(self.config)["router"]
+        return str(entry["public_url"] or entry["url"])
 
     def _deploy(self) -> ModalApp:
         os.environ[CONFIG_VARIABLE] = json.dumps(to_mapping(self.config))
@@ -191,6 +197,10 @@ def container_config() -> Config:
     raise ConfigError("MIXPREC_RUN is not set; give it the path of the run's YAML configuration")
 
 
+def _has_tokens(config: Config) -> bool:
+    return config.router.client_token_env is not None and config.router.admin_token_env is not None
+
+
 def _directory(config: Config) -> Any:
     return modal.Dict.from_name(app_name(config), create_if_missing=True)
 
@@ -218,7 +228,8 @@ class _EngineContainer:
         logs = SCRATCH / "logs"
         _, self.process = start_engine(self.config.fleet, self.pool, index, logs=logs, host=host, port=ENGINE_PORT)
         self.engine = Engine(self.pool, index, url)
-        self.local = Engine(self.pool, index, f"http://127.0.0.1:{ENGINE_PORT}")
+        loopback = "[::1]" if host == "::" else "127.0.0.1"  # asyncio servers on :: take no IPv4
+        self.local = Engine(self.pool, index, f"http://{loopback}:{ENGINE_PORT}")
         self.sidecar: EngineProcess | None = None
         self.leaving = threading.Event()
         threading.Thread(target=self._report, daemon=True).start()
@@ -254,20 +265,20 @@ class _EngineContainer:
 
 
 class _RouterContainer:
-    """The run's router: private address for engines, public tunnel, behind its tokens, for the trainer."""
+    """The run's router: a private address, and a public tunnel if both of its tokens guard it."""
 
     config: ClassVar[Config]
 
     @modal.enter()
     def start(self) -> None:
         self.tunnels = ExitStack()
-        _, url = _address(self.config.fleet.modal.private, ROUTER_PORT, self.tunnels)
-        public = self.tunnels.enter_context(modal.forward(ROUTER_PORT)).url if self.config.fleet.modal.private else url
-        workers = [
-            *self.config.router.allowed_workers,
-            _PRIVATE_NETWORK if self.config.fleet.modal.private else "*.modal.host",
-        ]
-        bound = replace(self.config.router, host="::", port=ROUTER_PORT, allowed_workers=workers)
+        private = self.config.fleet.modal.private
+        _, url = _address(private, ROUTER_PORT, self.tunnels)
+        public = "" if private else url
+        if private and _has_tokens(self.config):
+            public = self.tunnels.enter_context(modal.forward(ROUTER_PORT)).url
+        workers = [*self.config.router.allowed_workers, _PRIVATE_NETWORK if private else _TUNNELS]
+        bound = replace(self.config.router, host="", port=ROUTER_PORT, allowed_workers=workers)  # IPv4 and IPv6
         run = SCRATCH / "run.yaml"
         run.parent.mkdir(parents=True, exist_ok=True)
         run.write_text(OmegaConf.to_yaml(OmegaConf.create(to_mapping(replace(self.config, router=bound)))))

@@ -115,9 +115,10 @@ def test_credentials_are_asked_for_in_one_line() -> None:
 
 
 def test_settings_that_cannot_work() -> None:
-    open_router = load("config", ["fleet=planned", *RUN, *PLACE])
-    with pytest.raises(ConfigError, match=r"set router\.client_token_env and router\.admin_token_env"):
-        build_app(open_router)
+    build_app(load("config", ["fleet=planned", *RUN, *PLACE]))
+    public = load("config", ["fleet=planned", *RUN, *PLACE, "fleet.modal.private=false"])
+    with pytest.raises(ConfigError, match=r"public address: set router\.client_token_env and router\.admin_token_env"):
+        build_app(public)
     with pytest.raises(ConfigError, match=r"private addresses exist within one region; set fleet\.modal\.region"):
         build_app(load("config", ["fleet=planned", *RUN, *TOKENS]))
     with pytest.raises(ConfigError, match="MIXPREC_RUN is not set"):
