@@ -116,10 +116,10 @@ def follow(config: Config, views: Sequence[str], *, shard: int = 0, shards: int 
             else:
                 while behind(store, pointer, todo) and _target(store, views, shard) == pointer:
                     time.sleep(config.weights.poll_s)
-        except StoreError:
+        except StoreError as error:
             if not _overtaken(config, pointer):
                 raise
-            logger.warning("version %d was overtaken by a newer attempt while it was encoded", pointer.version)
+            logger.warning("version %d was overtaken while it was encoded: %s", pointer.version, error)
 
 
 def _target(store: Store, views: Sequence[str], shard: int) -> Pointer | None:
@@ -146,7 +146,7 @@ def _seal_all(store: Store, pointer: Pointer, views: Sequence[str], scratch: Pat
 
 def _overtaken(config: Config, pointer: Pointer) -> bool:
     store = open_store(config.weights.store, config.run_id)
-    return store is not None and store.attempt != pointer.attempt
+    return store is not None and store.latest("bf16") != pointer
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -25,7 +25,7 @@ from weight_fakes import FakeRouter
 from weight_runs import run_config, until
 
 from miles_mixprec.weights import store
-from miles_mixprec.weights.checkpoint import decode_checkpoint
+from miles_mixprec.weights.checkpoint import decode_checkpoint, encode_checkpoint
 
 pytestmark = pytest.mark.engines
 
@@ -229,7 +229,10 @@ def test_engines_follow_fifty_versions_under_load(tmp_path: Path, router: tuple[
         last = next((w for w in reversed(fake.workers) if w["engine"] == name), {"state": "", "weight_version": None})
         return last["weight_version"] if last["state"] == "serving" else None
 
-    engines = {name: start_engine(model, int(url.rsplit(":", 1)[1])) for name, url in urls.items()}
+    models_at_start = {"bf16/0": model, "nvfp4/0": tmp_path / "nvfp4-decoded"}
+    encode_checkpoint(model, "nvfp4", tmp_path / "nvfp4")
+    decode_checkpoint(tmp_path / "nvfp4", models_at_start["nvfp4/0"])
+    engines = {name: start_engine(models_at_start[name], int(url.rsplit(":", 1)[1])) for name, url in urls.items()}
     processes = [follow("miles_mixprec.weights.encode", "--views", "nvfp4"), sidecar()]
     loads = [Load(url) for url in urls.values()]
     probes: list[tuple[str, int, dict[str, Any]]] = []
