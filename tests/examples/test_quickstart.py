@@ -13,7 +13,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples" / "cpu_quickstart" / "run.sh"
-SMALL = ["prompts_per_update=4", "samples_per_prompt=4"]
+SMALL = ["prompts_per_update=12", "samples_per_prompt=4"]
 
 pytestmark = pytest.mark.engines
 
@@ -72,7 +72,7 @@ def test_every_sample_has_a_source_and_versions_advance(finished):
     run_dir, _ = finished
     rollouts = lines(run_dir, "rollout")
     assert [row["update"] for row in rollouts] == [0, 1]
-    assert all(sum(pool["samples"] for pool in row["per_pool"].values()) == row["samples"] == 16 for row in rollouts)
+    assert all(sum(pool["samples"] for pool in row["per_pool"].values()) == row["samples"] == 48 for row in rollouts)
     assert {pool for row in rollouts for pool in row["per_pool"]} == {"bf16", "fp8", "nvfp4"}
     assert 0 < rollouts[0]["reward"] < 1
     for view in ("bf16", "fp8", "nvfp4"):
