@@ -203,11 +203,8 @@ def on_head(
     log_q_head = head_log_q.to(scores.head.dtype).masked_fill(~valid, -math.inf)
     log_p_head = scores.head.masked_fill(~valid, 0.0)
     is_sampled = head_ids == sampled_ids[:, None]
-    log_q = (
-        log_q_head.masked_fill(~is_sampled, 0.0)
-        .sum(dim=1)
-        .where(is_sampled.any(dim=1), sampled_log_q.to(log_q_head.dtype))
-    )
+    own_log_q = sampled_log_q.to(log_q_head.dtype)
+    log_q = log_q_head.masked_fill(~is_sampled, 0.0).sum(dim=1).where(is_sampled.any(dim=1), own_log_q)
     with torch.no_grad():
         weight = rule.weight(scores.sampled, log_q)
     surrogate = weight * scores.sampled
