@@ -137,7 +137,7 @@ async def bench(
     """Ramp sessions on the engine at `url` and return its curve. Raises EngineError if it cannot be reached."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
-        engine = await _describe(http)
+        engine = await _describe(http, url)
         load = _Load(http, episodes, max_context, token_range, sampling or {"temperature": 1.0}, random.Random(seed))
         points: list[Point] = []
         stopped = "all levels measured"
@@ -273,7 +273,7 @@ class _Load:
         return self.rng.choices(range(*self.token_range), k=count)
 
 
-async def _describe(http: aiohttp.ClientSession) -> dict[str, Any]:
+async def _describe(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     keys = (
         "version", "model_path", "dtype", "quantization", "kv_cache_dtype", "attention_backend", "moe_runner_backend",
         "linear_attn_backend", "tp_size", "max_running_requests",
@@ -283,7 +283,7 @@ async def _describe(http: aiohttp.ClientSession) -> dict[str, Any]:
             reply.raise_for_status()
             info = await reply.json()
     except aiohttp.ClientError as error:
-        raise EngineError(f"engine {http._base_url}: {error}; check the address and that it serves") from error
+        raise EngineError(f"engine {url}: {error}; check the address and that it serves") from error
     return {key: info[key] for key in keys if key in info}
 
 

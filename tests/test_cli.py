@@ -1,4 +1,6 @@
+import http.server
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,27 @@ def test_doctor_exits_with_one_on_failures(capsys: pytest.CaptureFixture[str], t
     assert {"subject": "bf16/0", "name": "reachable", "status": "failed"}.items() <= found["checks"][-1].items()
     code, out, _ = run(capsys, "doctor", "--engine", "bf16/0=http://127.0.0.1:1", "--", *keys)
     assert code == 1 and "failed" in out and "reachable" in out
+
+
+def test_doctor_asks_the_router_for_its_engines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"workers": [{"engine": "fp8/7", "url": "http://127.0.0.1:1"}]}')
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    keys = ["run_dir=r", "run_id=a", "updates=1", "prompts_per_update=1", "fleet.model=m", f"weights.store={tmp_path}"]
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        _, out, _ = run(capsys, "doctor", "--router", url, "--json", "--", *keys)
+        server.shutdown()
+    assert {"fp8/7", "router"} <= {check["subject"] for check in json.loads(out)["checks"]}
+    code, _, err = run(capsys, "doctor", "--router", "http://127.0.0.1:1", "--", *keys)
+    assert code == 2 and "start it or correct --router" in err
 
 
 @pytest.mark.parametrize("command", ["plan", "flags", "doctor", "serve", "bench", "report"])

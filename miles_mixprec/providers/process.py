@@ -65,7 +65,11 @@ class EngineProcess:
         self.terminate()
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
-        self._reaper.wait(timeout=self.grace_s + 10)
+        try:
+            self._reaper.wait(timeout=self.grace_s + 10)
+        except subprocess.TimeoutExpired:
+            self._reaper.kill()  # takes the engine with it, which asked for that signal
+            self._reaper.wait()
 
     def cause(self) -> str:
         """The most telling line at the end of the log: the last error, else the last line that says something."""

@@ -69,6 +69,22 @@ def test_explanation_names_a_share_cap() -> None:
     assert "at its cap of 50% of the slots" in explain(offers, DEMAND, Limits(), mix)[0]
 
 
+@pytest.mark.parametrize(
+    ("slots", "available", "hourly"),
+    [
+        ({}, {"h100": 16, "h200": 16, "b200": 8, "b300": 8, "a100-80gb": 8, "rtx-pro-6000": 8}, 226.84),
+        ({}, {"h200": 16, "b300": 8}, 216.94),
+        ({"b300_nvfp4": 24}, {"h200": 24, "b300": 24}, 221.46),
+        ({"h200_fp8": 24}, {}, 198.80),
+    ],
+)
+def test_documented_plans(slots: dict[str, int], available: dict[str, int], hourly: float) -> None:
+    """The figures of docs/cost.md."""
+    changes = [f"fleet.pools.{name}.slots_per_engine={count}" for name, count in slots.items()]
+    offers = offers_of(load_fleet(["fleet=article_mixed", *changes]), context=64_000)
+    assert solve(offers, DEMAND, Limits(available)).hourly == pytest.approx(hourly)
+
+
 def test_growing_contexts_replan() -> None:
     offers = offers_of(load_fleet(["fleet=article_mixed"]), context=64_000)
     first, second = grow(offers, Demand(1344), [(60, 64_000), (140, 94_000)])
