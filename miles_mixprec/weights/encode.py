@@ -139,7 +139,8 @@ def _target(store: Store, views: Sequence[str], shard: int) -> Pointer | None:
 
 def _seal_all(store: Store, pointer: Pointer, views: Sequence[str], scratch: Path, shards: int, poll_s: float) -> None:
     for view in views:
-        while seal_version(store, pointer, view, scratch, shards=shards) is None:
+        # a resume may point the view to the same version meanwhile; the other shards then write nothing
+        while behind(store, pointer, [view]) and seal_version(store, pointer, view, scratch, shards=shards) is None:
             store.check_fence()
             time.sleep(poll_s)
 

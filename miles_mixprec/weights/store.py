@@ -284,7 +284,7 @@ class Store:
         """
         store = Store(self.root, self.run, self.attempt + 1)
         files.write(self.fs, f"{self.path}/run.json", json.dumps({"run": self.run, "attempt": store.attempt}).encode())
-        for view in store.views():
+        for view in sorted(store.views(), key=lambda view: view == "bf16"):  # bf16 last: encoders follow it
             kept = [v for v in store.versions(view) if v <= version]
             newest = next((m for v in reversed(kept) if (m := store.manifest(view, v)) is not None), None)
             if newest is not None:
