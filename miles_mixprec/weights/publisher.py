@@ -8,7 +8,6 @@ the next. The train loop waits for the gather and the write of the BF16 bytes, a
 from __future__ import annotations
 
 import json
-import logging
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +24,6 @@ from miles_mixprec.errors import CapabilityError, StoreError
 from miles_mixprec.weights import encoders
 from miles_mixprec.weights.delta import Replica, add_tensor, delta_base
 from miles_mixprec.weights.store import Entry, Manifest, Pointer, Store, Writer, init
-
-logger = logging.getLogger(__name__)
 
 
 class Publisher:

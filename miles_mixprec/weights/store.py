@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,15 +167,15 @@ class Store:
                 self.fs.get_file(f"{source}/{name}", str(target))
         return into
 
-    def read(self, view: str, version: int, into: Path | None = None) -> Iterator[tuple[str, Tensor]]:
+    def read(self, view: str, version: int) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a full version, mapped and verified. Raises StoreError, naming the tensor."""
         manifest = self.manifest(view, version)
         if manifest is None:
             raise StoreError(f"store {self.root}: {view} has no complete version {version}")
-        directory = self.fetch(manifest, into or Path(self.path) / "fetched")
-        tensors = Tensors(directory, manifest)
-        for name in sorted(manifest.tensors):
-            yield name, tensors[name]
+        with tempfile.TemporaryDirectory() as scratch:
+            tensors = Tensors(self.fetch(manifest, Path(scratch)), manifest)
+            for name in sorted(manifest.tensors):
+                yield name, tensors[name]
 
     # --- writing -------------------------------------------------------------------------------------------------
 
