@@ -358,9 +358,34 @@ def table(results: dict[str, list[dict[str, dict[str, float]]]]) -> str:
     row("added p99 ms at 200 req/s", "200/s", "p99_ms", "{:.2f}", minus_direct=True)
     for phase in ("1 MB", "50 MB"):
         row(f"{phase} replies, MB/s", phase, "mb_s", "{:,.0f}")
-        row(f"{phase} replies, router CPU ms per reply", phase, "cpu_us", "{:,.0f} µs")
+        row(f"{phase} replies, router CPU µs per reply", phase, "cpu_us", "{:,.0f}")
         row(f"peak memory after {phase} replies, MB", phase, "rss_mb", "{:,.0f}")
     return "\n".join(lines)
+
+
+FLEET = {"h100-fp8": 128, "h200-fp8": 256, "b200": 256, "b300": 384, "a100": 48, "rtx": 48, "h100": 128, "h200": 128}
+
+
+def assignment() -> str:
+    """Cost, share error and movement of the hash itself, on eight pools of the published sizes."""
+    from miles_mixprec.router.assignment import best, table
+
+    keys = [f"session-{i}" for i in range(10_000)]
+    nodes = table(FLEET)
+    chosen, times = [], []
+    for start in range(0, len(keys), 100):
+        began = time.perf_counter()
+        chosen += [best(key, nodes) for key in keys[start : start + 100]]
+        times.append((time.perf_counter() - began) / 100)
+    total = sum(FLEET.values())
+    error = max(abs(chosen.count(name) / len(keys) - weight / total) for name, weight in FLEET.items())
+    resized = FLEET | {"b300": 480}
+    moved = sum(a != best(key, table(resized)) for a, key in zip(chosen, keys, strict=True)) / len(keys)
+    optimum = 480 / sum(resized.values()) - 384 / total
+    return (
+        f"assignment {1e6 * statistics.median(times):.1f} µs (least {1e6 * min(times):.1f}); largest share error {100 * error:.2f} points at 10,000 "
+        f"sessions; b300 grown by a quarter: {100 * moved:.2f}% of sessions move, optimum {100 * optimum:.2f}%"
+    )
 
 
 def main() -> None:
@@ -396,6 +421,7 @@ def compare(routers: list[str], rounds: int, seconds: float) -> None:
             for name, found in results.items():
                 found.append(measure(name, engines, seconds))
     print(table(results))
+    print(assignment())
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from math import log
 from xxhash import xxh3_64_intdigest
 
 Table = tuple[tuple[str, int, float], ...]
-"""Nodes of positive weight: name, hash seed, -1 / weight. Built once per change of weights by `table`."""
+"""Nodes of positive weight by name: name, hash seed, -1 / weight. Built once per change of weights by `table`."""
 
 _SCALE = 2.0**-64
 _LOG_SCALE = log(_SCALE)
@@ -32,16 +32,17 @@ _LOG_SCALE = log(_SCALE)
 
 def table(weights: Mapping[str, float]) -> Table:
     """The nodes of `weights` (any unit, need not sum to 1) whose weight is above zero, ready for `best` and `rank`."""
-    return tuple((name, xxh3_64_intdigest(name), -1.0 / weight) for name, weight in weights.items() if weight > 0)
+    positive = sorted((name, weight) for name, weight in weights.items() if weight > 0)
+    return tuple((name, xxh3_64_intdigest(name), -1.0 / weight) for name, weight in positive)
 
 
 def best(key: str, nodes: Table) -> str | None:
     """The node that `key` belongs to; None when there is no node."""
-    data = key.encode()
+    data, ln, digest, scale = key.encode(), log, xxh3_64_intdigest, _LOG_SCALE
     winner, least = None, float("inf")
     for name, seed, rate in nodes:
-        time = (log(xxh3_64_intdigest(data, seed) + 0.5) + _LOG_SCALE) * rate
-        if time < least or (time == least and winner is not None and name < winner):
+        time = (ln(digest(data, seed) + 0.5) + scale) * rate
+        if time < least:
             winner, least = name, time
     return winner
 

@@ -1,8 +1,8 @@
-"""What the router tells of itself: Prometheus metrics and the JSON of /fleet, both computed when asked for."""
+"""What the router tells of itself: the JSON of /fleet, and the same for Prometheus, both computed when asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,34 +12,26 @@ from miles_mixprec.router.proxy import Proxy
 from miles_mixprec.router.sessions import MemoryPins
 from miles_mixprec.router.state import Engine, LiveFleet, Pool
 
-_ENGINE_COUNTERS = {
-    "sent": "Attempts sent to the engine",
-    "returned": "Replies that came back whole",
-    "failed": "Attempts that did not come back whole",
-    "lost": "Failed attempts of which the engine knew nothing any more",
-}
-_BREAKERS = {"closed": 0, "half-open": 1, "open": 2}
+COUNTERS = frozenset(
+    {"received", "answered", "refused", "disconnected", "broken", "retried", "heartbeats"}  # requests
+    | {"turns", "turn_seconds"}  # pools
+    | {"sent", "returned", "failed", "lost"}  # engines
+)
+CODES = {"closed": 0, "half-open": 1, "open": 2, "serving": 0, "updating": 1, "draining": 2, False: 0, True: 1}
 
 
 def fleet_json(fleet: LiveFleet, pins: MemoryPins, proxy: Proxy) -> dict[str, Any]:
     """The body of `GET /fleet`."""
-    now = fleet.clock()
-    oldest = max((now - turn.started for turn in proxy.turns), default=0.0)
-    hops = proxy.hops
+    now, hops = fleet.clock(), proxy.hops
     return {
         "pools": {pool.name: _pool_json(pool, fleet) for pool in fleet.pools.values()},
         "views": {name: {"version": view.version, "run": view.run} for name, view in fleet.views.items()},
         "sessions": {"pinned": len(pins.pins), "live": len(pins.live)},
-        "requests": {
-            "received": hops.received,
-            "answered": hops.answered,
+        "requests": vars(hops)
+        | {
             "refused": dict(hops.refused),
-            "disconnected": hops.disconnected,
-            "broken": hops.broken,
             "in_flight": len(proxy.turns),
-            "retried": hops.retried,
-            "heartbeats": hops.heartbeats,
-            "oldest_s": round(oldest, 3),
+            "oldest_s": round(max((now - turn.started for turn in proxy.turns), default=0.0), 3),
         },
     }
 
@@ -57,6 +49,7 @@ def _pool_json(pool: Pool, fleet: LiveFleet) -> dict[str, Any]:
         "limit": sum(engine["limit"] for engine in engines.values() if engine["breaker"] != "open"),
         "active": fleet.pool_active(pool),
         "turns": pool.turns,
+        "turn_seconds": round(pool.turn_seconds, 3),
         "turn_p90_s": None if p90 is None else round(p90, 3),
         "newest": fleet.newest(pool.view),
         "engines": engines,
@@ -64,93 +57,46 @@ def _pool_json(pool: Pool, fleet: LiveFleet) -> dict[str, Any]:
 
 
 def _engine_json(engine: Engine, fleet: LiveFleet) -> dict[str, Any]:
-    return {
-        "id": engine.id,
-        "url": engine.url,
-        "state": engine.state,
-        "breaker": engine.breaker,
+    told = ("id", "url", "state", "breaker", "claimed", "answered", "slots", "running", "queued", "kv_use")
+    counted = ("sent", "returned", "failed", "lost")
+    return {name: getattr(engine, name) for name in told + counted} | {
         "weight_version": engine.version,
-        "claimed": engine.claimed,
-        "answered": engine.answered,
-        "slots": engine.slots,
         "limit": fleet.limit(engine),
         "active": fleet.active.get(engine.name, 0),
         "in_flight": len(engine.in_flight),
-        "running": engine.running,
-        "queued": engine.queued,
-        "kv_use": round(engine.kv_use, 4),
-        "sent": engine.sent,
-        "returned": engine.returned,
-        "failed": engine.failed,
-        "lost": engine.lost,
     }
 
 
 class RouterCollector(Collector):
-    """Prometheus metrics of one router; names start with `mixprec_router_`."""
+    """Every number of `fleet_json` as `mixprec_router_[pool_|engine_]<name>`; states as 0, 1, 2 (see CODES)."""
 
     def __init__(self, fleet: LiveFleet, pins: MemoryPins, proxy: Proxy) -> None:
-        self.fleet = fleet
-        self.pins = pins
-        self.proxy = proxy
+        self.read = lambda: fleet_json(fleet, pins, proxy)
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._requests()
-        yield from self._pools()
-        yield from self._engines()
-
-    def _requests(self) -> Iterator[Metric]:
-        hops = self.proxy.hops
-        for name in ("received", "answered", "disconnected", "broken", "retried", "heartbeats"):
-            yield CounterMetricFamily(f"mixprec_router_{name}", f"Requests {name}", value=getattr(hops, name))
-        refused = CounterMetricFamily("mixprec_router_refused", "Requests the router refused", labels=["kind"])
-        for kind, count in hops.refused.items():
-            refused.add_metric([kind], count)
-        yield refused
-        now = self.fleet.clock()
-        oldest = max((now - turn.started for turn in self.proxy.turns), default=0.0)
-        yield GaugeMetricFamily("mixprec_router_in_flight", "Requests in flight", value=len(self.proxy.turns))
-        yield GaugeMetricFamily("mixprec_router_oldest_seconds", "Age of the oldest request in flight", value=oldest)
-        yield GaugeMetricFamily("mixprec_router_sessions", "Pinned sessions", value=len(self.pins.pins))
-        yield GaugeMetricFamily("mixprec_router_live_sessions", "Sessions that hold a slot", value=len(self.pins.live))
-
-    def _pools(self) -> Iterator[Metric]:
-        gauges = {
-            "share": (lambda pool: pool.share, "Target share of the live sessions"),
-            "factor": (lambda pool: pool.factor, "Live capacity over declared slots"),
-            "slots": (lambda pool: pool.slots, "Declared slots of engines that are not cut off"),
-            "active": (self.fleet.pool_active, "Live sessions"),
-            "breaker": (lambda pool: _BREAKERS[pool.breaker], "0 closed, 1 half-open, 2 open"),
-            "newest_version": (lambda pool: self.fleet.newest(pool.view), "Newest published version of its view"),
+        told = self.read()
+        requests = told["requests"] | {f"{name}_sessions": count for name, count in told["sessions"].items()}
+        refused = requests.pop("refused")
+        yield from _families("", (), {(): requests})
+        yield from _families("", ("kind",), {(kind,): {"refused": count} for kind, count in refused.items()})
+        pools: dict[tuple[str, ...], Any] = {(name, pool["view"]): pool for name, pool in told["pools"].items()}
+        yield from _families("pool_", ("pool", "view"), pools)
+        engines: dict[tuple[str, ...], Any] = {
+            (pool, name): engine for (pool, _), found in pools.items() for name, engine in found["engines"].items()
         }
-        for name, (read, text) in gauges.items():
-            family = GaugeMetricFamily(f"mixprec_router_pool_{name}", text, labels=["pool", "view"])
-            for pool in self.fleet.pools.values():
-                family.add_metric([pool.name, pool.view], read(pool))
-            yield family
-        turns = CounterMetricFamily("mixprec_router_pool_turns", "Turns answered", labels=["pool", "view"])
-        seconds = CounterMetricFamily(
-            "mixprec_router_pool_turn_seconds", "Their latencies, summed", labels=["pool", "view"]
-        )
-        p90 = GaugeMetricFamily("mixprec_router_pool_turn_p90_seconds", "p90 turn latency", labels=["pool", "view"])
-        for pool in self.fleet.pools.values():
-            turns.add_metric([pool.name, pool.view], pool.turns)
-            seconds.add_metric([pool.name, pool.view], pool.turn_seconds)
-            quantile = pool.latencies.quantile(0.9)
-            if quantile is not None:
-                p90.add_metric([pool.name, pool.view], quantile)
-        yield from (turns, seconds, p90)
+        yield from _families("engine_", ("pool", "engine"), engines)
 
-    def _engines(self) -> Iterator[Metric]:
-        labels = ["pool", "engine"]
-        engines = list(self.fleet.engines())
-        for name, text in _ENGINE_COUNTERS.items():
-            counter = CounterMetricFamily(f"mixprec_router_engine_{name}", text, labels=labels)
-            for engine in engines:
-                counter.add_metric([engine.pool.name, engine.name], getattr(engine, name))
-            yield counter
-        for name in ("version", "running", "queued", "kv_use"):
-            gauge = GaugeMetricFamily(f"mixprec_router_engine_{name}", f"The engine's {name}", labels=labels)
-            for engine in engines:
-                gauge.add_metric([engine.pool.name, engine.name], getattr(engine, name))
-            yield gauge
+
+def _families(
+    prefix: str, labels: tuple[str, ...], rows: Mapping[tuple[str, ...], Mapping[str, Any]]
+) -> Iterator[Metric]:
+    families: dict[str, Any] = {}
+    for values, row in rows.items():
+        for name, value in row.items():
+            number = CODES.get(value, value) if isinstance(value, (str, bool)) else value
+            if isinstance(number, (int, float)):
+                if name not in families:
+                    kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+                    families[name] = kind(f"mixprec_router_{prefix}{name}", name.replace("_", " "), labels=labels)
+                families[name].add_metric(list(values), number)
+    yield from families.values()
