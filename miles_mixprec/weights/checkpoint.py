@@ -14,6 +14,7 @@ from torch import Tensor
 
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights import encoders
+from miles_mixprec.weights.files import cannot_write
 from miles_mixprec.weights.store import FILE_BYTES, INDEX
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth")
@@ -104,7 +105,10 @@ def view_of(config: Mapping[str, Any]) -> str:
 
 
 def write_directory(into: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Write tensors as `model-*.safetensors` with an index, in files of bounded size. Returns their names."""
+    """Write tensors as `model-*.safetensors` with an index, in files of bounded size. Returns their names.
+
+    Raises StoreError if the disk is full.
+    """
     into.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     pending: dict[str, Tensor] = {}
@@ -113,7 +117,10 @@ def write_directory(into: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[s
     def flush() -> None:
         nonlocal pending, size, files
         name = f"model-{files:05d}.safetensors"
-        safetensors.torch.save_file(pending, into / name, metadata={"format": "pt"})
+        try:
+            safetensors.torch.save_file(pending, into / name, metadata={"format": "pt"})
+        except (OSError, safetensors.SafetensorError) as error:
+            raise cannot_write(into / name, error) from error
         weight_map.update(dict.fromkeys(pending, name))
         pending, size, files = {}, 0, files + 1
 

@@ -122,7 +122,7 @@ class Sidecar:
             try:
                 await self.step()
                 failures, told = 0, ""
-            except (StoreError, EngineError, aiohttp.ClientError, asyncio.TimeoutError) as error:
+            except (StoreError, EngineError, OSError, aiohttp.ClientError, asyncio.TimeoutError) as error:
                 failures += 1
                 if (text := " ".join(str(error).split()) or type(error).__name__) != told:
                     logger.warning("%s: %s", self.engine.name, text)

@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+import safetensors.torch
 import weight_models as models
 from weight_fakes import FakeEngine, FakeRouter, fingerprint
 from weight_runs import run_config
@@ -292,6 +293,24 @@ def test_a_damaged_version_is_not_loaded_and_the_engine_serves_on(tmp_path: Path
                 await h.sidecar.step()
         assert h.engine.version == "1" and not h.engine.paused and h.router.states[-1] == ("serving", 1)
         h.publish(2)
+        await h.settle()
+
+    house(test, tmp_path)
+
+
+def test_an_engine_serves_on_while_there_is_no_room_to_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def test(h: House) -> None:
+        h.publish(1)
+        await h.settle()
+        h.publish(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(safetensors.torch, "save_file", full)
+            with pytest.raises(StoreError, match="No space left"):
+                await h.sidecar.step()
+        assert h.router.states[-1] == ("serving", 1) and not h.engine.paused
         await h.settle()
 
     house(test, tmp_path)
