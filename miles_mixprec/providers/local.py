@@ -76,9 +76,6 @@ class LocalProvider:
     def health(self, name: str) -> Health:
         return process_health(*self._known(name))
 
-    def log(self, name: str) -> Path:
-        return self._known(name)[1].log
-
     def _start(self, pool_name: str, index: int) -> Engine:
         pool = self.fleet.pools[pool_name]
         name = f"{pool_name}/{index}"
