@@ -4,8 +4,8 @@ Every node draws an exponential waiting time for every key, from a hash of the t
 the node whose time runs out first wins (Thaler and Ravishankar 1998; the logarithmic weights are Schindelhauer and
 Schomaker's, 2005):
 
-    u = (xxh3_64(key, seed(node)) + 1/2) / 2^64        in (0, 1)
-    t = -ln(u) / weight                                smallest t wins
+    u = max(xxh3_64(key, seed = xxh3_64(node)), 1) / 2^64    in (0, 1)
+    t = -ln(u) / weight                                      smallest t wins
 
     >>> best("session-7", table({"fp8": 3.0, "bf16": 1.0}))
     'fp8'
@@ -41,7 +41,7 @@ def best(key: str, nodes: Table) -> str | None:
     data, ln, digest, scale = key.encode(), log, xxh3_64_intdigest, _LOG_SCALE
     winner, least = None, float("inf")
     for name, seed, rate in nodes:
-        time = (ln(digest(data, seed) + 0.5) + scale) * rate
+        time = (ln(digest(data, seed) or 1) + scale) * rate
         if time < least:
             winner, least = name, time
     return winner
@@ -50,6 +50,6 @@ def best(key: str, nodes: Table) -> str | None:
 def rank(key: str, nodes: Table) -> list[str]:
     """All nodes, the one that `key` belongs to first, then those it falls to if earlier ones are full or gone."""
     data = key.encode()
-    times = [((log(xxh3_64_intdigest(data, seed) + 0.5) + _LOG_SCALE) * rate, name) for name, seed, rate in nodes]
+    times = [((log(xxh3_64_intdigest(data, seed) or 1) + _LOG_SCALE) * rate, name) for name, seed, rate in nodes]
     times.sort()
     return [name for _, name in times]

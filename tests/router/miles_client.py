@@ -1,6 +1,6 @@
 """Run with a Miles on the path: its own rollout code and session server, through the router. Prints JSON.
 
-    python miles_client.py <router url> <model directory>
+python miles_client.py <router url> <model directory>
 """
 
 from __future__ import annotations

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
 
+import aiohttp
+import pytest
 from fake_engine import engines
 from running import KEY, fleet_of, play, running, settings, until
 
@@ -115,6 +125,52 @@ def test_heartbeats_keep_a_long_turn_alive_and_its_json_whole() -> None:
     play(scene)
 
 
+def test_a_turn_has_a_deadline() -> None:
+    async def scene() -> None:
+        async with engines(1) as (fake,), running(settings(request_timeout_s=0.3)) as router:
+            await router.register(fake.url, "p", slots=4)
+            reply = await router.turn("s", sleep=30)
+            assert reply.status == 504 and b'"deadline"' in reply.body
+            await until(lambda: fake.cancelled == 1)
+            assert (await router.turn("s")).status == 200
+
+    play(scene)
+
+
+def test_a_busy_engines_503_passes_after_the_attempts_are_used_up_and_asks_for_patience() -> None:
+    async def scene() -> None:
+        async with engines(2, mode="storm") as fakes, running(settings(poll_s=5.0)) as router:
+            for fake in fakes:
+                await router.register(fake.url, "p", slots=40)
+            reply = await router.turn("s")
+            assert (reply.status, reply.body, reply.headers["Retry-After"]) == (503, b'{"error": "busy"}', "1")
+            assert sum(len(fake.asked) for fake in fakes) == 3
+            router.proxy.retries_left = 0.0
+            await router.turn("t")
+            assert sum(len(fake.asked) for fake in fakes) == 4, "without budget nothing is sent again"
+
+    play(scene)
+
+
+def test_a_turn_that_has_begun_to_beat_is_broken_off_when_its_engine_dies() -> None:
+    async def scene() -> None:
+        async with engines(2) as fakes, running(settings(heartbeat_s=0.1)) as router:
+            for fake in fakes:
+                await router.register(fake.url, "p", slots=4)
+            home = int((await router.turn("s")).source[1][-1])
+            waiting = asyncio.ensure_future(router.turn("s", sleep=20))
+            await until(lambda: router.proxy.hops.heartbeats > 2)
+            await fakes[home].stop()
+            with pytest.raises(aiohttp.ClientError):
+                await waiting
+            again = await router.turn("s")
+            assert again.status == 200 and again.source[1] != f"p/{home}"
+            session = await router.call("GET", "/sessions/s")
+            assert len(session["turns"]) == 2, "the torn reply is no turn"
+
+    play(scene)
+
+
 def test_full_fleet_pushes_back_and_frees_slots() -> None:
     async def scene() -> None:
         async with engines(1) as (fake,), running(settings(session_active_s=0.2)) as router:
@@ -174,3 +230,50 @@ def test_health_fleet_metrics_and_page() -> None:
                 assert "<title>Router</title>" in await reply.text()
 
     play(scene)
+
+
+def tree(folder: Path, **router: Any) -> dict[str, Any]:
+    pools = {"a": {"view": "bf16", "slots_per_engine": 4}}
+    return {
+        "fleet": {"name": "f", "model": "m", "context_length": 1024, "pools": pools},
+        "algo": {"name": "plain"},
+        "weights": {"store": str(folder)},
+        "router": router,
+        **{"run_dir": str(folder), "run_id": "r", "updates": 1, "prompts_per_update": 1},
+    }
+
+
+def start(folder: Path, **router: Any) -> subprocess.Popen[str]:
+    config = folder / "run.yaml"
+    config.write_text(json.dumps(tree(folder, **router)))
+    argv = [
+        sys.executable,
+        "-m",
+        "miles_mixprec.router",
+        "--config",
+        str(config),
+        "--ready-file",
+        str(folder / "ready"),
+    ]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_process_tells_its_address_and_ends_on_request(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    address = json.loads((tmp_path / "ready").read_text())
+    with urllib.request.urlopen(address["url"] + "/list_workers") as reply:
+        assert json.loads(reply.read()) == {"urls": []}
+    assert address["pid"] == process.pid
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+
+
+def test_the_process_says_in_one_line_why_it_does_not_start(tmp_path: Path) -> None:
+    process = start(tmp_path, gate="sometimes")
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert told.strip().startswith("router: router.gate=sometimes") and len(told.strip().splitlines()) == 1
