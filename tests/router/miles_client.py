@@ -50,6 +50,8 @@ def arguments(router: str, model: str) -> Args:
         eval_num_gpus=0,
         max_weight_staleness=None,
         tito_model="default",
+        session_message_matcher="strict",
+        tito_allowed_append_roles=["tool", "user"],
         session_server_ip="127.0.0.1",
         use_distributed_post=False,
         use_rollout_routing_replay=False,
@@ -61,7 +63,8 @@ async def rollout(args: Args) -> dict[str, Any]:
     from miles.rollout.sglang_rollout import generate
 
     http_utils.init_http_client(args)
-    sample = Sample(index=0, prompt="hello", session_id="miles-1")
+    key = "session_id" if "session_id" in Sample.__dataclass_fields__ else "routing_key"  # 0.0.2, 0.1
+    sample = Sample(index=0, prompt="hello", **{key: "miles-1"})
     sample = await generate(args, sample, {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True})
     base = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     listed = (await http_utils.get(f"{base}/list_workers"))["urls"]

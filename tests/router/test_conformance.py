@@ -19,7 +19,8 @@ from real_engine import ROOT, SHIMS, Stage, ask, post, stage, wait
 pytestmark = pytest.mark.engines
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
-VOLATILE = {"id", "e2e_latency", "created"}
+LONG = {"text": ["a"] * 16, "sampling_params": GREEDY | {"max_new_tokens": 900}}
+VOLATILE = ("time", "cached", "_ts", "latency", "throughput", "created")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def steady(value: Any) -> Any:
     """A reply without what differs between two identical requests."""
     if isinstance(value, dict):
-        return {k: steady(v) for k, v in value.items() if k not in VOLATILE and "time" not in k and "cached" not in k}
+        kept = {k: v for k, v in value.items() if k != "id" and not any(word in k for word in VOLATILE)}
+        return {k: steady(v) for k, v in kept.items()}
     return [steady(item) for item in value] if isinstance(value, list) else value
 
 
@@ -96,13 +98,12 @@ def test_streams_arrive_piece_by_piece(live: Stage) -> None:
 def test_the_router_sees_the_engines_load_and_ends_work_nobody_waits_for(live: Stage) -> None:
     address = urlparse(live.router)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
-    body = {"text": "a", "sampling_params": GREEDY | {"max_new_tokens": 900}}
-    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
-    wait(lambda: running(live) == 1, 20)
+    connection.request("POST", "/generate", json.dumps(LONG), {"Content-Type": "application/json"})
+    wait(lambda: running(live) > 0, 20)
     connection.close()
     wait(lambda: running(live) == 0, 20)
     engine = ask(live.router + "/fleet")["pools"]["bf16"]["engines"]["bf16/0"]
-    assert engine["breaker"] == "closed" and engine["answered"] == 0
+    assert engine["breaker"] == "closed" and engine["in_flight"] == 0 and engine["answered"] == 0
 
 
 def running(live: Stage) -> int:
@@ -110,14 +111,13 @@ def running(live: Stage) -> int:
 
 
 def test_abort_through_the_router_ends_generation_with_a_reply(live: Stage) -> None:
-    replies = []
-    body = {"text": "a", "sampling_params": GREEDY | {"max_new_tokens": 900}}
-    thread = threading.Thread(target=lambda: replies.append(post(live.router + "/generate", body)))
+    replies: list[Any] = []
+    thread = threading.Thread(target=lambda: replies.extend(post(live.router + "/generate", LONG)))
     thread.start()
-    wait(lambda: running(live) == 1, 20)
+    wait(lambda: running(live) > 0, 20)
     assert post(live.router + "/abort_request", {"abort_all": True})["success"]
     thread.join(20)
-    assert replies[0]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert "abort" in {reply["meta_info"]["finish_reason"]["type"] for reply in replies}
 
 
 @pytest.mark.miles
