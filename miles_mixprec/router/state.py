@@ -48,6 +48,7 @@ class Engine:
     retry_at: float = 0.0
     progress: float = 0.0  # loop time of the last byte or answer
     updating_since: float = 0.0
+    load_stamps: tuple[object, ...] = ()  # when its schedulers last wrote down their load
     missing: int = 0  # turns in flight that are not among those it says it is working on
     missing_since: float | None = None
     running: int = 0

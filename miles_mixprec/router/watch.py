@@ -117,7 +117,10 @@ class Watch:
         engine.queued = sum(_number(load, "num_waiting_reqs") for load in loads)
         engine.kv_use = max((float(load.get("token_usage") or 0.0) for load in loads), default=0.0)
         missing = sum(turn.progress < began for turn in engine.in_flight) - engine.running - engine.queued
-        if missing <= 0:
+        stamps = tuple(load.get("timestamp") for load in loads)
+        stale = stamps == engine.load_stamps and None not in stamps  # its scheduler is busy with something else
+        engine.load_stamps = stamps
+        if missing <= 0 or stale or engine.state == "updating":
             engine.missing_since = None
         elif engine.missing_since is None:
             engine.missing, engine.missing_since = missing, began

@@ -100,7 +100,7 @@ class Traffic:
         session.sources.append(source)
 
     def _engine(self, name: str) -> FakeEngine:
-        return next(fake for fake in self.fakes if fake.name == name and fake.answered is not None)
+        return next(fake for fake in self.fakes if fake.name == name)
 
     def check(self) -> None:
         for session in self.sessions:
