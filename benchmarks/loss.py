@@ -13,9 +13,9 @@ on the CPU the allocator keeps freed memory meanwhile, so that no path pays for 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -35,7 +35,6 @@ from miles_mixprec.rollout.record import Source, Support
 
 VOCAB, TP, HEAD = 248_320, 2, 128
 COLUMNS = VOCAB // TP
-KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": "0"}
 PATHS = {
     "miles": "Miles policy loss (PG only)",
     "miles-entropy": "Miles policy loss with entropy",
@@ -170,20 +169,27 @@ def measure(path: str, tokens: int, device: str, dtype: torch.dtype, repeats: in
         "reference": lambda: reference(batch),
     }.get(path, lambda: hook(path, batch))()
     logits.requires_grad_()
-    times = []
     if path.startswith("sc_mis"):  # the recipe's flags are Miles' business; here there is no Miles run behind them
         policy.check_recipe = lambda args, algo: None
-    base, peak = memory(device), 0
-    for _ in range(repeats + 1):
+
+    def once() -> float:
         logits.grad = None
-        reset_peak(device)
         begin = time.perf_counter()
         loss(logits).backward()
         if device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-        peak = max(peak, memory(device, peak=True))
-    result = {"seconds": min(times[1:]), "extra": peak - base}
+        return time.perf_counter() - begin
+
+    once()  # imports, compilation
+    logits.grad = None
+    base = memory(device)
+    reset_peak(device)
+    once()
+    result = {"extra": memory(device, peak=True) - base}
+    if device == "cpu":
+        keep_freed_memory()
+        once()
+    result["seconds"] = min(once() for _ in range(repeats))
     if path.startswith("sc_mis"):
         result["contracts"] = contracts_seconds(loss, logits, repeats) / result["seconds"]
     return result
@@ -231,17 +237,20 @@ def memory(device: str, peak: bool = False) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
 
+def keep_freed_memory() -> None:
+    """Tell glibc to reuse freed blocks of any size instead of giving them back."""
+    libc = ctypes.CDLL("libc.so.6")
+    m_trim_threshold, m_mmap_max = -1, -4
+    libc.mallopt(m_mmap_max, 0)
+    libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+
+
 def reset_peak(device: str) -> None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
-
-
-def child(command: list[str], env: dict[str, str]) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env={**os.environ, **env})
-    return done.stdout.decode().splitlines()[-1]
 
 
 def main() -> None:
@@ -260,9 +269,10 @@ def main() -> None:
     options = ["--tokens", str(args.tokens), "--device", args.device, "--dtype", args.dtype]
     for path in args.paths:
         command = [sys.executable, "-W", "ignore", __file__, "--child", path, *options]
-        memory = json.loads(child([*command, "--repeats", "1"], {}))
-        found[path] = json.loads(child([*command, "--repeats", str(args.repeats)], KEEP_FREED_MEMORY))
-        found[path]["extra"] = memory["extra"]
+        command += ["--repeats", str(args.repeats)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+        found[path] = json.loads(done.stdout.decode().splitlines()[-1])
+        print(path, found[path], file=sys.stderr)
     table = Table(title=f"{args.tokens} tokens, {COLUMNS} of {VOCAB} columns, {args.dtype} logits, {args.device}")
     for column in ("path", "ms", "x Miles", "x reference", "extra MB", "x Miles", "x reference", "contracts"):
         table.add_column(column, justify="left" if column == "path" else "right")
