@@ -55,9 +55,9 @@ def build_app(router: Router, fleet: Fleet, *, run_id: str = "run") -> web.Appli
     watch = Watch(proxy, live, pins, upstream)
 
     async def life(app: web.Application) -> AsyncIterator[None]:
-        await upstream.open()
         await pins.open(time.monotonic())
         live.recall(pins.facts)
+        await upstream.open()
         task = background(watch.run())
         yield
         task.cancel()
