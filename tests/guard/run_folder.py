@@ -12,6 +12,7 @@ from miles_mixprec.config import Config, load, to_mapping
 from miles_mixprec.guard.signals import CONFIG, EvalLine, MetricsLog, PoolRollout, RolloutLine, TrainLine
 
 KL = {"bf16": 4e-4, "fp8": 2e-3, "nvfp4": 9e-3}
+SLOTS = [f"fleet.pools.{name}.slots_per_engine={n}" for name, n in (("bf16", 8), ("fp8", 16), ("nvfp4", 24))]
 SAMPLES = 96
 
 
@@ -41,6 +42,7 @@ def write_run(
             f"seed={seed}",
             "prompts_per_update=12",
             "+fleet.pools.bf16.hourly_price=0.09",
+            *(SLOTS if fleet == "cpu_quickstart" else ()),
         ],
     )
     run_dir.mkdir(parents=True, exist_ok=True)
