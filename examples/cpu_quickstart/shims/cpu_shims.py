@@ -252,6 +252,25 @@ def moe_shim(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
+@after("megatron.core.optimizer.distrib_optimizer")
+def optimizer_shim(module: Any) -> None:
+    """Torch's Adam has no state before its first step; Megatron reads the step of that state to load a checkpoint."""
+    import torch
+
+    stock = module.DistributedOptimizer.sharded_state_dict
+
+    @functools.wraps(stock)
+    def sharded_state_dict(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kw: Any
+    ) -> Any:
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"] if is_loading):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state.setdefault(parameter, {"step": torch.tensor(0.0), **moments})
+        return stock(self, model_sharded_state_dict, is_loading, *args, **kw)
+
+    module.DistributedOptimizer.sharded_state_dict = sharded_state_dict
+
+
 @after("miles.utils.reloadable_process_group")
 def process_group_shim(module: Any) -> None:
     module.monkey_patch_torch_dist = lambda: None  # only for offloading NCCL groups
