@@ -18,7 +18,7 @@ from miles_mixprec.errors import EngineError
 from miles_mixprec.providers.base import await_engines
 from miles_mixprec.providers.local import LocalProvider
 
-FAKE = str(Path(__file__).with_name("fake_engine.py"))
+FAKE = str(Path(__file__).with_name("fake_server.py"))
 
 
 def pool(**more: Any) -> Pool:

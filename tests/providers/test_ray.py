@@ -25,7 +25,7 @@ from miles_mixprec.errors import EngineError  # noqa: E402
 from miles_mixprec.providers.base import await_engines  # noqa: E402
 from miles_mixprec.providers.ray import Launch, RayProvider, actor_options  # noqa: E402
 
-FAKE = str(Path(__file__).with_name("fake_engine.py"))
+FAKE = str(Path(__file__).with_name("fake_server.py"))
 ROOT = str(Path(__file__).parents[2])
 KEY = "X-SMG-Routing-Key"
 
