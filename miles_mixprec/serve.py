@@ -81,7 +81,7 @@ def running(
         models = start_models(config)
         services.router_url = _start_router(services)
         say(f"router at {services.router_url}")
-        services.provider = _provider(config, engine_python, engine_env or {}, models)
+        services.provider = _provider(services, engine_python, engine_env or {}, models)
         for pool in config.fleet.pools:
             services.provider.launch(pool)
         engines = await_engines(
@@ -173,7 +173,8 @@ async def require_capabilities(config: Config, engines: Sequence[Engine]) -> Non
                 ) from error
 
 
-def _provider(config: Config, python: str, env: Mapping[str, str], models: Mapping[str, str]) -> Provider:
+def _provider(services: Services, python: str, env: Mapping[str, str], models: Mapping[str, str]) -> Provider:
+    config = services.config
     match config.fleet.provider:
         case "static":
             return StaticProvider(config.fleet)
@@ -185,7 +186,18 @@ def _provider(config: Config, python: str, env: Mapping[str, str], models: Mappi
             from miles_mixprec.providers.ray import Launch, RayProvider
 
             ray.init(address="auto", log_to_driver=False, ignore_reinit_error=True)
-            return RayProvider(config.fleet, Launch(config.run_dir, python=python, extra_env=env, models=models))
+            return RayProvider(
+                config.fleet,
+                # Each actor runs its own sidecar: Ray may restart it anywhere, at another address.
+                Launch(
+                    config.run_dir,
+                    python=python,
+                    extra_env=env,
+                    models=models,
+                    sidecar=config,
+                    router_url=services.router_url,
+                ),
+            )
         case other:
             raise ConfigError(
                 f"fleet.provider={other}: deployed on its own, see docs/fleet.md; list its URLs as static"
@@ -211,6 +223,8 @@ def _start_followers(services: Services, engines: Sequence[Engine]) -> None:
     shards = config.weights.encoders if any(view != "bf16" for view in config.fleet.views) else 0
     for shard in range(shards):
         _start(services, f"encoder-{shard}", "-m", "miles_mixprec.weights.encode", "--shard", f"{shard}/{shards}")
+    if config.fleet.provider == "ray":
+        return
     staging = str(Path(config.run_dir) / "staging")
     named = [word for engine in engines for word in ("--engine", f"{engine.name}={engine.url}")]
     _start(
@@ -233,7 +247,7 @@ def _await_registration(services: Services, engines: Sequence[Engine], timeout_s
         if time.monotonic() > deadline:
             raise EngineError(
                 f"pool {missing[0].pool}: engine {missing[0].name} is unknown to the router after {timeout_s:g} s; "
-                f"see {services.processes['sidecars'].log}"
+                f"see the sidecars' log in {services.config.run_dir}/logs"
             )
         time.sleep(0.1)
 
