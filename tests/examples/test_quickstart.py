@@ -133,6 +133,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_an_engine_s_death_ends_it(finishe
     deadline = time.monotonic() + 300
     while len(lines(run_dir, "train")) < 4 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.5)
+    assert process.poll() is None, finish(process)[1]
     assert [row["update"] for row in lines(run_dir, "train")][:4] == [0, 1, 2, 3]
     engine = next(pid for pid, command in engine_processes() if f"{run_dir}/start/nvfp4" in command)
     os.kill(engine, signal.SIGKILL)
@@ -148,6 +149,7 @@ def test_ctrl_c_leaves_no_process(tmp_path):
     deadline = time.monotonic() + 240
     while not (run_dir / "logs" / "miles.log").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.5)
+    assert process.poll() is None, finish(process)[1]
     os.kill(process.pid, signal.SIGINT)
     status, out = finish(process, timeout=120)
     assert status == 130 and "interrupted" in out

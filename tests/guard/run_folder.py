@@ -41,7 +41,9 @@ def write_run(
             f"updates={updates}",
             f"seed={seed}",
             "prompts_per_update=12",
-            "+fleet.pools.bf16.hourly_price=0.09",
+            "fleet.pools.bf16.hourly_price=0.09",
+            "fleet.pools.fp8.hourly_price=0",
+            "fleet.pools.nvfp4.hourly_price=0",
             *(SLOTS if fleet == "cpu_quickstart" else ()),
         ],
     )
