@@ -13,6 +13,7 @@ from miles_mixprec.guard.signals import CONFIG, EvalLine, MetricsLog, PoolRollou
 
 KL = {"bf16": 4e-4, "fp8": 2e-3, "nvfp4": 9e-3}
 SLOTS = [f"fleet.pools.{name}.slots_per_engine={n}" for name, n in (("bf16", 8), ("fp8", 16), ("nvfp4", 24))]
+SLOTS += ["fleet.pools.fp8.hourly_price=0", "fleet.pools.nvfp4.hourly_price=0"]
 SAMPLES = 96
 
 
@@ -42,8 +43,6 @@ def write_run(
             f"seed={seed}",
             "prompts_per_update=12",
             "fleet.pools.bf16.hourly_price=0.09",
-            "fleet.pools.fp8.hourly_price=0",
-            "fleet.pools.nvfp4.hourly_price=0",
             *(SLOTS if fleet == "cpu_quickstart" else ()),
         ],
     )
