@@ -28,6 +28,7 @@ def dies_at(event: int, work: Callable[[], object]) -> bool:
     """Run `work` in a child that is killed at its `event`-th event. Returns whether it was."""
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # torch's thread pool does not survive a fork
         _plant(event)
         status = 1
         try:
