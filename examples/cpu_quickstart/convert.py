@@ -1,6 +1,6 @@
-"""The small model as a Megatron checkpoint, with the Miles flags of the run:
+"""The small model as a Megatron checkpoint, with the flags of the run, of which Megatron takes those it knows:
 
-    python convert.py --hf-checkpoint MODEL --save DIR <model flags>
+    python convert.py --hf-checkpoint MODEL --save DIR <flags>
 
 Miles' converter from Megatron to Hugging Face names is run on the positions of each parameter's elements, which says
 where every element of the Hugging Face tensors goes.
@@ -29,7 +29,7 @@ def main() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.setdefault("MASTER_PORT", "29677")
     dist.init_process_group("gloo", rank=0, world_size=1)
-    args = set_default_megatron_args(parse_args(_conversion_args))
+    args = set_default_megatron_args(parse_args(_conversion_args, ignore_unknown_args=True))
     args.global_batch_size, args.micro_batch_size, args.save_interval = 1, 1, 1
     args.bf16 = False  # the checkpoint holds BF16 values in FP32, whatever the run computes in
     validate_args(args)

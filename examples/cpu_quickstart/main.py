@@ -76,33 +76,13 @@ def prepare(config: Config) -> None:
 
 
 def _convert(config: Config) -> None:
-    owned = (
-        "prompt-data",
-        "input-key",
-        "label-key",
-        "rollout-shuffle",
-        "qkv-format",
-        "ref-load",
-        "load",
-        "save-interval",
-    )
-    skipped = (*owned, "save", "num-gpus-per-node", "actor-num-nodes", "actor-num-gpus-per-node", "micro-batch-size")
-    words = [w for key, value in config.miles_args.items() if key not in skipped for w in flags.words(key, value)]
-    target = CACHE / "megatron"
-    command = [
-        sys.executable,
-        str(HERE / "convert.py"),
-        "--hf-checkpoint",
-        str(CACHE / "model"),
-        "--save",
-        str(target),
-    ]
+    paths = {"load": None, "ref-load": None, "save": CACHE / "megatron", "hf-checkpoint": CACHE / "model"}
+    words = [word for key, value in {**config.miles_args, **paths}.items() for word in flags.words(key, value)]
+    command = [sys.executable, str(HERE / "convert.py"), *words]
     log = CACHE / "convert.log"
     with log.open("wb") as output:
         environment = _trainer_environment() | {"MASTER_PORT": str(free_port())}
-        status = subprocess.run(
-            [*command, *words], env=environment, stdout=output, stderr=output, check=False
-        ).returncode
+        status = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
     if status:
         raise EngineError(f"the conversion to Megatron ended with status {status}; see {log}")
 
