@@ -29,6 +29,8 @@ from typing import Any
 import psutil
 import uvloop
 
+from miles_mixprec.providers.process import free_port
+
 ENGINES = 2
 SESSIONS = 256
 SMALL, MEGABYTE = 512, 2**20
@@ -239,12 +241,6 @@ def command(router: str, port: int, engines: list[int], folder: Path) -> list[st
     config = folder / "router.json"  # JSON is YAML
     config.write_text(json.dumps(tree))
     return [sys.executable, "-m", "miles_mixprec.router", "--config", str(config), "--log-level", "error"]
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 @contextmanager

@@ -243,6 +243,13 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
         raise ConfigError(_one_line(error)) from error
 
 
+def from_file(path: str | Path) -> Config:
+    """The tree of a run from its YAML file, bare or under `mixprec` as Miles carries it. Raises ConfigError."""
+    values = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(values, dict)
+    return from_mapping(values.get("mixprec", values))
+
+
 def from_args(args: Namespace) -> Config:
     """The tree that Miles carries in its own arguments. Raises ConfigError if it is not there."""
     values = vars(args).get("mixprec")

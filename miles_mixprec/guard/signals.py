@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from omegaconf import OmegaConf
 
-from miles_mixprec.config import Config, from_mapping
+from miles_mixprec.config import Config, from_file
 from miles_mixprec.errors import MixprecError
 
 METRICS = "metrics.jsonl"
@@ -241,7 +240,7 @@ def read_config(run_dir: str | os.PathLike[str]) -> Config:
     path = Path(run_dir) / CONFIG
     if not path.exists():
         raise RunLogError(f"{path} is missing: name the folder of a run, as in run_dir=...")
-    return from_mapping(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+    return from_file(path)
 
 
 def read_signals(run_dir: str | os.PathLike[str]) -> list[Signals]:

@@ -7,9 +7,8 @@ import logging
 from pathlib import Path
 
 import uvloop
-from omegaconf import OmegaConf
 
-from miles_mixprec.config import from_mapping
+from miles_mixprec.config import from_file
 from miles_mixprec.errors import MixprecError
 from miles_mixprec.router.server import serve
 
@@ -21,10 +20,8 @@ def main() -> None:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     arguments = parser.parse_args()
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    tree = OmegaConf.to_container(OmegaConf.load(arguments.config))
-    assert isinstance(tree, dict)
     try:
-        uvloop.run(serve(from_mapping(tree.get("mixprec", tree)), ready_file=arguments.ready_file))
+        uvloop.run(serve(from_file(arguments.config), ready_file=arguments.ready_file))
     except MixprecError as error:
         raise SystemExit(f"router: {error}") from None
 

@@ -20,7 +20,7 @@ import zstandard
 from torch import Tensor
 
 from miles_mixprec import miles
-from miles_mixprec.config import from_mapping
+from miles_mixprec.config import from_args
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights.checkpoint import Checkpoint
 from miles_mixprec.weights.delta import stage
@@ -37,7 +37,7 @@ def post_write(args: Namespace, version_dir: str, rollout_engines: Sequence[Any]
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    config = from_mapping(args.mixprec)
+    config = from_args(args)
     name = Path(version_dir).name
     if not name.startswith("weight_v"):
         if first := miles.start_version(args):

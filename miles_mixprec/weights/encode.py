@@ -17,9 +17,8 @@ from pathlib import Path
 
 import msgspec
 import torch
-from omegaconf import OmegaConf
 
-from miles_mixprec.config import Config, from_mapping
+from miles_mixprec.config import Config, from_file
 from miles_mixprec.errors import ConfigError, StoreError
 from miles_mixprec.weights import encoders
 from miles_mixprec.weights.delta import add_tensor, delta_base, stage
@@ -158,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s encode %(message)s")
     torch.set_num_threads(1)
-    config = load_run(options.config)
+    config = from_file(options.config)
     views = options.views.split(",") if options.views else [view for view in config.fleet.views if view != "bf16"]
     if unknown := set(views) - set(encoders.FORMATS):
         raise ConfigError(
@@ -167,13 +166,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     shard, shards = (int(number) for number in options.shard.split("/"))
     if views:
         follow(config, views, shard=shard, shards=shards)
-
-
-def load_run(path: Path) -> Config:
-    """The configuration of a run from its YAML file, bare or under the key `mixprec` as Miles carries it."""
-    values = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(values, dict)
-    return from_mapping(values.get("mixprec", values))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miles_mixprec import miles
-from miles_mixprec.config import Config, from_mapping
+from miles_mixprec.config import Config, from_args
 from miles_mixprec.errors import CapabilityError, StoreError
 from miles_mixprec.weights import encoders
 from miles_mixprec.weights.delta import Replica, add_tensor, delta_base
@@ -50,7 +50,7 @@ class Publisher:
                 f"--update-weights-interval {args.update_weights_interval}: version N is that after N updates; use 1"
             )
         self._args, self._model, self._model_name = args, model, model_name
-        self._config = from_mapping(args.mixprec)
+        self._config = from_args(args)
         self._store: Store | None = None
         self._metrics: dict[str, float] = {}
         self._engines_stale = True

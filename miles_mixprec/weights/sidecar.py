@@ -27,11 +27,10 @@ import aiohttp
 import msgspec
 import torch
 
-from miles_mixprec.config import Config
+from miles_mixprec.config import Config, from_file
 from miles_mixprec.errors import ConfigError, EngineError, StoreError
 from miles_mixprec.weights.checkpoint import decode_checkpoint
 from miles_mixprec.weights.delta import stage
-from miles_mixprec.weights.encode import load_run
 from miles_mixprec.weights.files import write_local
 from miles_mixprec.weights.store import Pointer, Store, open_store
 
@@ -267,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s sidecar %(message)s")
     torch.set_num_threads(1)
     engines = dict(engine.split("=", 1) for engine in options.engine)
-    asyncio.run(serve(load_run(options.config), engines, options.router, options.staging))
+    asyncio.run(serve(from_file(options.config), engines, options.router, options.staging))
 
 
 if __name__ == "__main__":

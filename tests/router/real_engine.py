@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tiny_model import write_tiny_model
+
+from miles_mixprec.providers.process import free_port
 
 ROOT = Path(__file__).parents[2]
 SHIMS = ROOT / "examples" / "cpu_quickstart" / "shims"
@@ -78,12 +79,6 @@ def stage(folder: Path) -> Iterator[Stage]:
         url = json.loads(ready.read_text())["url"]
         post(f"{url}/add_worker?url={engine}", {})
         yield Stage(engine, url, model)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

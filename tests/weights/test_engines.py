@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from weight_fakes import FakeRouter
 from weight_runs import run_config, until
 
+from miles_mixprec.providers.process import free_port
 from miles_mixprec.weights import store
 from miles_mixprec.weights.checkpoint import decode_checkpoint, encode_checkpoint
 
@@ -83,12 +83,6 @@ def qwen3_moe(seed: int) -> dict[str, torch.Tensor]:
             for part, shape in (("gate", (64, HIDDEN)), ("up", (64, HIDDEN)), ("down", (HIDDEN, 64))):
                 tensors[f"{layer}.mlp.experts.{e}.{part}_proj.weight"] = new(*shape)
     return tensors
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
