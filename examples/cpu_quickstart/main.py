@@ -21,7 +21,7 @@ from rich.console import Console
 from miles_mixprec import config as configuration
 from miles_mixprec import flags, miles, serve
 from miles_mixprec.config import Config
-from miles_mixprec.errors import EngineError, MixprecError
+from miles_mixprec.errors import ConfigError, EngineError, MixprecError
 from miles_mixprec.guard import live, watch
 from miles_mixprec.guard.report import write_report
 from miles_mixprec.guard.signals import read_signals
@@ -65,18 +65,27 @@ def main(overrides: Sequence[str]) -> int:
 def prepare(config: Config) -> None:
     """Model, prompts and Megatron checkpoint, each built once and then reused."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    before = (CACHE / "model" / "recipe.json").exists()
-    model.build(CACHE / "model")
+    if Path(config.fleet.model).name not in model.OUTLIER_SPREAD:
+        known = " or ".join(str(CACHE.relative_to(ROOT) / name) for name in model.OUTLIER_SPREAD)
+        raise ConfigError(f"fleet.model={config.fleet.model}: not a model that the quickstart builds; use {known}")
+    model.build(Path(config.fleet.model))
     length = model.RECIPE["row_length"]
     task.write_prompts(CACHE / "prompts.jsonl", PROMPTS, TRAIN_SEED, length)
     task.write_prompts(CACHE / "held_out.jsonl", 32, EVAL_SEED, length)
-    if not before or not (CACHE / "megatron" / "latest_checkpointed_iteration.txt").exists():
+    converted = Path(config.miles_args["ref-load"], "latest_checkpointed_iteration.txt")
+    built = Path(config.fleet.model, "recipe.json").stat().st_mtime
+    if not converted.exists() or converted.stat().st_mtime < built:
         console.print("converting the model to a Megatron checkpoint")
         _convert(config)
 
 
 def _convert(config: Config) -> None:
-    paths = {"load": None, "ref-load": None, "save": CACHE / "megatron", "hf-checkpoint": CACHE / "model"}
+    paths = {
+        "load": None,
+        "ref-load": None,
+        "save": config.miles_args["ref-load"],
+        "hf-checkpoint": config.fleet.model,
+    }
     words = [word for key, value in {**config.miles_args, **paths}.items() for word in flags.words(key, value)]
     command = [sys.executable, str(HERE / "convert.py"), *words]
     log = CACHE / "convert.log"
