@@ -3,7 +3,7 @@
     bash examples/claims/run.sh study=claims                 run what is missing, then report
     bash examples/claims/run.sh study=claims action=list     print the one command of every cell
     bash examples/claims/run.sh study=claims action=report   report from the kept data
-    ... arms=grpo,sc fleets=mixed seeds=0                    only these cells
+    ... arms=grpo,sc fleets=mixed seeds=0 regimes=base       only these cells
 
 Finished cells are kept as data and not run again; an unfinished one goes on from its last checkpoint.
 """
@@ -28,7 +28,7 @@ from miles_mixprec.errors import ConfigError, MixprecError
 from miles_mixprec.guard.signals import MetricsLog, finished
 
 ACTIONS = ("run", "list", "report")
-OPTIONS = {"study": "claims", "action": "run", "arms": "", "fleets": "", "seeds": ""}
+OPTIONS = {"study": "claims", "action": "run", "arms": "", "fleets": "", "seeds": "", "regimes": ""}
 POLL_S = 1.0
 
 console = Console(highlight=False)
@@ -39,9 +39,8 @@ def main(words: Sequence[str]) -> int:
     try:
         options = parse(words)
         study = load_study(options["study"])
-        chosen = choose(
-            study, _list(options["arms"]), _list(options["fleets"]), [int(s) for s in _list(options["seeds"])]
-        )
+        arms, fleets, seeds, regimes = (_list(options[key]) for key in ("arms", "fleets", "seeds", "regimes"))
+        chosen = choose(study, arms, fleets, [int(seed) for seed in seeds], regimes)
         if options["action"] == "list":
             for cell in chosen:
                 console.print(command_line(study, cell), soft_wrap=True)

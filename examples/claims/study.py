@@ -113,7 +113,13 @@ def config_of(study: Study, cell: Cell) -> Config:
     )
 
 
-def choose(study: Study, arms: Sequence[str], fleets: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+def choose(
+    study: Study,
+    arms: Sequence[str] = (),
+    fleets: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    regimes: Sequence[str] = (),
+) -> list[Cell]:
     """The cells of a study that match; an empty choice means all."""
     return [
         cell
@@ -121,4 +127,5 @@ def choose(study: Study, arms: Sequence[str], fleets: Sequence[str], seeds: Sequ
         if (not arms or cell.arm in arms)
         and (not fleets or cell.fleet in fleets)
         and (not seeds or cell.seed in seeds)
+        and (not regimes or cell.regime in regimes)
     ]

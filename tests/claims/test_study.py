@@ -64,7 +64,7 @@ def test_one_command_runs_a_cell() -> None:
 def test_a_choice_of_cells() -> None:
     study = load_study("claims")
     assert [c.name for c in choose(study, ["grpo"], ["mixed"], [1])] == ["grpo-mixed-s1"]
-    assert choose(study, [], [], []) == cells(study)
+    assert choose(study) == cells(study)
 
 
 def test_a_study_that_does_not_exist() -> None:
