@@ -245,20 +245,29 @@ def stays_close(evidence: Evidence, number: str, name: str, figure: str, value: 
 
 def cost(evidence: Evidence) -> Judgement:
     """Modelled only: where the turns went, at the published $ per slot-hour of the pools that stand in for ours."""
-    turns = {fleet: _turns(run for run in evidence.runs("sc_mis_top_p", fleet)) for fleet in evidence.study.stand_ins}
     why = "engines that run dequantized on a CPU have the price and the speed of a CPU; the figure is modelled"
-    if not turns or not all(turns.values()):
+    mixed, single = (_modelled(evidence, fleet) for fleet in ("mixed", "homogeneous"))
+    if mixed is None or single is None:
         ours = "-"
     else:
-        mixed, single = (
-            sum(turns[fleet][pool] * price for pool, price in slot_prices(evidence.study, fleet).items())
-            / sum(turns[fleet].values())
-            for fleet in ("mixed", "homogeneous")
+        per_turn, turns = mixed[0] / single[0], mixed[1] / single[1]
+        ours = (
+            f"modelled {per_turn - 1:+.0%} per turn (${mixed[0]:.3f} and ${single[0]:.3f} per slot-hour), "
+            f"{per_turn * turns - 1:+.0%} per update ({mixed[1]:.0f} and {single[1]:.0f} turns)"
         )
-        ours = f"modelled {mixed / single - 1:+.0%} per turn (${mixed:.3f} and ${single:.3f} per slot-hour)"
     return Judgement(
         "7", "Mixed costs less per update at equal quality.", "about 15% less for most of training", ours, OPEN, why
     )
+
+
+def _modelled(evidence: Evidence, fleet: str) -> tuple[float, float] | None:
+    """($ per slot-hour, averaged over the turns; turns per update) of a fleet; None if no turn is on record."""
+    runs = evidence.runs("sc_mis_top_p", fleet)
+    turns = _turns(runs)
+    if not turns:
+        return None
+    dollars = sum(turns[pool] * price for pool, price in slot_prices(evidence.study, fleet).items() if pool in turns)
+    return dollars / sum(turns.values()), sum(turns.values()) / sum(map(len, runs))
 
 
 def slot_prices(study: Study, fleet: str) -> dict[str, float]:

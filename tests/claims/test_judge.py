@@ -7,7 +7,7 @@ import pytest
 from claims.judge import FAILS, HOLDS, OPEN, PARTLY, Evidence, Judgement, judge_all, slot_prices
 from claims.study import Cell, load_study
 from evidence import AS_PUBLISHED, UPDATES, Run, collapses_at, evidence, stable
-from traces import grpo_top_p_length
+from traces import grpo_top_p_length, pool
 
 from miles_mixprec.guard.signals import Mean, Signals
 
@@ -107,3 +107,16 @@ def test_cost_stands_in_published_pools_at_list_prices() -> None:
     study = load_study("claims")
     assert slot_prices(study, "mixed") == pytest.approx({"bf16": 4.54 / 16, "fp8": 4.54 / 32, "nvfp4": 7.10 / 48})
     assert slot_prices(study, "homogeneous") == pytest.approx({"bf16": 6.25 / 32})
+
+
+def test_modelled_cost_weighs_each_pool_by_its_turns() -> None:
+    served = {"mixed": {"fp8": pool(kl=1e-3), "nvfp4": pool(kl=1e-3)}, "homogeneous": {"bf16": pool(kl=1e-3)}}
+
+    def trace(cell: Cell) -> list[Signals]:
+        return [replace(s, pools=served[cell.fleet]) for s in stable(cell)]
+
+    given = evidence({("sc_mis_top_p", fleet): trace for fleet in served})
+    mixed, single = (4.54 / 32 + 7.10 / 48) / 2, 6.25 / 32
+    found = judgement(given, "7")
+    assert f"{mixed / single - 1:+.0%} per turn" in found.ours
+    assert f"{2 * mixed / single - 1:+.0%} per update (120 and 60 turns)" in found.ours
