@@ -50,7 +50,7 @@ class Verdict:
     mode: str | None = None  # how it collapsed
     signs: tuple[str, ...] = ()  # that stand: kl, tail_ratio, grad_norm, format_errors, length, reward, "pool NAME"
     reasons: tuple[str, ...] = ()  # the same in words and figures
-    pools_to_quarantine: tuple[str, ...] = ()  # pools whose own KL grew while the others' did not
+    pools_to_quarantine: tuple[str, ...] = ()  # pools whose own KL grew beyond the others'
 
 
 class Guard:
@@ -77,7 +77,7 @@ class Guard:
         run = {
             name: (value, self._limits[name]) for name, value in self._readings(now).items() if name in self._limits
         }
-        pools = self._pool_growth(now)
+        pools = self._pool_kl(now)
         standing = {sign for sign, (value, limit) in (run | pools).items() if self._stands(sign, value, limit)}
         mode = _mode(standing)
         return Verdict(
@@ -86,7 +86,7 @@ class Guard:
             mode=mode,
             signs=tuple(sign for sign in run | pools if sign in standing),
             reasons=tuple(
-                f"{_MEANING.get(sign, f'KL growth of {sign}')}: {value:.3g}, limit {limit:.3g}"
+                f"{_MEANING.get(sign, f'KL of {sign}')}: {value:.3g}, limit {limit:.3g}"
                 for sign, (value, limit) in (run | pools).items()
                 if sign in standing
             ),
@@ -111,22 +111,23 @@ class Guard:
             "reward": 1 - reward / self._peak if reward is not None and self._peak > 0 else None,
         }
 
-    def _pool_growth(self, now: Signals) -> dict[str, tuple[float, float]]:
-        """Growth of each pool's KL over its own start, and its limit: the threshold times the other pools' growth.
+    def _pool_kl(self, now: Signals) -> dict[str, tuple[float, float]]:
+        """Each pool's KL and its limit: `kl_growth` times its own start, or the run's, or that by which others grew.
 
-        A collapsing run raises every pool's KL; a faulty pool raises its own.
+        A collapsing run raises every pool's KL; a faulty pool raises its own. The run's start counts because a BF16
+        pool starts at rounding error, which staleness alone multiplies by a thousand.
         """
-        grown: dict[str, float] = {}
-        for name, pool in now.pools.items():
-            start = _typical(s.pools[name].kl.value for s in self._start if name in s.pools)
-            if start and pool.kl.value is not None:
-                grown[name] = pool.kl.value / start
-        others = {name: [g for other, g in grown.items() if other != name] for name in grown}
-        return {
-            f"pool {name}": (value, self.thresholds.kl_growth * max(1.0, median(others[name])))
-            for name, value in grown.items()
-            if others[name]
-        }
+        run = _typical(s.kl.value for s in self._start) or 0.0
+        kl = {name: pool.kl.value for name, pool in now.pools.items() if pool.kl.value is not None}
+        starts = {name: _typical(s.pools[name].kl.value for s in self._start if name in s.pools) for name in kl}
+        grown = {name: kl[name] / start for name, start in starts.items() if start}
+        found = {}
+        for name in grown:
+            others = [growth for other, growth in grown.items() if other != name]
+            if others:
+                start = starts[name] or 0.0
+                found[f"pool {name}"] = (kl[name], self.thresholds.kl_growth * max(run, start, start * median(others)))
+        return found
 
 
 def limits(start: Sequence[Signals], thresholds: Thresholds) -> dict[str, float]:

@@ -71,6 +71,15 @@ def test_one_faulty_pool_is_quarantined_and_only_that_one() -> None:
     assert "pool c" in verdicts[20].reasons[0]
 
 
+def test_a_bf16_pool_that_starts_at_rounding_error_may_grow_stale() -> None:
+    trace = run(
+        30,
+        kl=flat(2e-2),
+        pool_kl={"bf16": ramp(1e-13, 1e-2, 0, 15), "fp8": ramp(1e-4, 1e-2, 0, 15), "nvfp4": flat(5e-2)},
+    )
+    assert not any(v.pools_to_quarantine for v in judge(Thresholds(), trace))
+
+
 def test_a_run_whose_pools_all_drift_quarantines_none() -> None:
     trace = run(30, pool_kl={name: ramp(1e-3, 1e-1, 12, 20) for name in "abc"})
     assert not any(v.pools_to_quarantine for v in judge(Thresholds(), trace))
