@@ -30,11 +30,12 @@ from miles_mixprec.config import Algo, Config, Pool
 from miles_mixprec.errors import EngineError, MixprecError
 from miles_mixprec.fleet.accelerators import PRICES_AS_OF
 from miles_mixprec.fleet.compatibility import check as compatibility
+from miles_mixprec.rollout.capture import read_reply, request_body
 
 Status = Literal["ok", "warning", "failed"]
 MAX_SKEW_S, DATE_RESOLUTION_S = 2.0, 2.0
 MAX_PRICE_AGE_DAYS = 90
-PROMPTS, PROMPT_TOKENS, SAMPLED_TOKENS = 8, 32, 64
+PROMPTS, PROMPT_TOKENS, SAMPLED_TOKENS, CANDIDATES = 8, 32, 64, 8
 
 
 @dataclass(frozen=True)
@@ -170,36 +171,43 @@ def check_prices(config: Config, today: date) -> Iterator[Check]:
 async def check_engine(
     http: aiohttp.ClientSession, name: str, url: str, algo: Algo, prompt: Sequence[int]
 ) -> list[Check]:
-    """Versions, log-prob temperature, recorded head and support, clock of one engine."""
-    head = max(algo.head, 8)
-    hot = await _generate(http, url, prompt, 1, temperature=1.0, top=head)
-    cold = await _generate(http, url, prompt, 1, temperature=0.5, top=head)
-    checks = [_version(name, hot), _scaled(name, hot, cold), await _clock(http, name, url)]
-    if algo.head:
-        count = len(hot["output_top_logprobs"][0])
-        status: Status = "ok" if count == algo.head else "failed"
-        checks.append(Check(name, "head", status, f"{count} of algo.head={algo.head} candidates per token"))
-    if algo.support:
-        meta = await _generate(http, url, prompt, 4, temperature=algo.temperature, algo=algo)
-        checks.append(_support(name, meta))
-    return checks
+    """Version, temperature of the log-probs, clock, and the data that the arm records, of one engine."""
+    hot, cold = [
+        (await _post(http, url, _request(prompt, 1, temperature=t) | {"top_logprobs_num": CANDIDATES}))[0]["meta_info"]
+        for t in (1.0, 0.5)
+    ]
+    recorded, _ = await _turn(http, name, url, algo, prompt)
+    return [_version(name, hot), _scaled(name, hot, cold), await _clock(http, name, url), recorded]
 
 
 async def check_router(http: aiohttp.ClientSession, url: str, algo: Algo, prompt: Sequence[int]) -> Check:
     """Whether the router passes on what the rollout needs, and says where a turn ran."""
-    body = _request(prompt, 2, temperature=algo.temperature, top=algo.head, algo=algo)
     headers = {"X-SMG-Routing-Key": f"doctor-{uuid.uuid4().hex}"}
-    async with http.post(f"{url}/generate", json=body, headers=headers) as reply:
-        reply.raise_for_status()
-        meta, source = (await reply.json())["meta_info"], reply.headers
-    wanted = ["output_token_logprobs", "weight_version"]
-    wanted += ["output_top_logprobs"] if algo.head else []
-    wanted += ["output_token_sampling_mask", "output_token_sampling_logprobs"] if algo.support else []
-    lost = [key for key in wanted if key not in meta]
-    lost += [key for key in ("X-Mixprec-Pool", "X-Mixprec-Engine", "X-Mixprec-View") if key not in source]
-    if lost:
-        return Check("router", "pass-through", "failed", f"lost {', '.join(lost)}; use the router of this package")
+    recorded, source = await _turn(http, "router", url, algo, prompt, headers)
+    lost = [key for key in ("X-Mixprec-Pool", "X-Mixprec-Engine", "X-Mixprec-View") if key not in source]
+    if recorded.status == "failed" or lost:
+        said = [recorded.detail] * (recorded.status == "failed") + [f"lost {', '.join(lost)}"] * bool(lost)
+        return Check("router", "pass-through", "failed", f"{'; '.join(said)}; use the router of this package")
     return Check("router", "pass-through", "ok", f"all fields, from {source['X-Mixprec-Engine']}")
+
+
+async def _turn(
+    http: aiohttp.ClientSession,
+    subject: str,
+    url: str,
+    algo: Algo,
+    prompt: Sequence[int],
+    headers: Mapping[str, str] | None = None,
+) -> tuple[Check, Mapping[str, str]]:
+    """A turn as the rollout asks for it, read as the rollout reads it; and the reply's headers."""
+    body = request_body(algo, prompt, {"max_new_tokens": 4, "ignore_eos": True})
+    answer, source = await _post(http, url, body, headers)
+    try:
+        read_reply(algo, answer, pool=subject)
+    except MixprecError as error:
+        return Check(subject, "recorded data", "failed", str(error)), source
+    what = "the support" if algo.support else f"a head of {algo.head}" if algo.head else "the sampled token's log-prob"
+    return Check(subject, "recorded data", "ok", f"{what} of every token"), source
 
 
 async def compare(
@@ -215,10 +223,10 @@ async def compare(
     if chosen is None:
         raise EngineError(f"pool {reference}: no engine to compare with; name one of the pools that have engines")
     replies = await asyncio.gather(
-        *(_reply(http, engines[chosen], _request(prompt, SAMPLED_TOKENS, temperature=1.0)) for prompt in prompts)
+        *(_post(http, engines[chosen], _request(prompt, SAMPLED_TOKENS, temperature=1.0)) for prompt in prompts)
     )
-    sampled = [[entry[0] for entry in reply["meta_info"]["output_token_logprobs"]] for reply in replies]
-    texts = [[*prompt, *reply["output_ids"]] for prompt, reply in zip(prompts, replies, strict=True)]
+    sampled = [[entry[0] for entry in reply["meta_info"]["output_token_logprobs"]] for reply, _ in replies]
+    texts = [[*prompt, *reply["output_ids"]] for prompt, (reply, _) in zip(prompts, replies, strict=True)]
     rows = []
     for name, url in engines.items():
         scores = await asyncio.gather(*(_score(http, url, text, PROMPT_TOKENS) for text in texts))
@@ -269,13 +277,6 @@ def _scaled(name: str, hot: Mapping[str, Any], cold: Mapping[str, Any]) -> Check
     return Check(name, "log-prob temperature", "ok", "log-probs are those of the sampling temperature")
 
 
-def _support(name: str, meta: Mapping[str, Any]) -> Check:
-    lost = [key for key in ("output_token_sampling_mask", "output_token_sampling_logprobs") if key not in meta]
-    if lost:
-        return Check(name, "support", "failed", f"no {', '.join(lost)}; algo.top_p needs SGLang 0.5.23 or newer")
-    return Check(name, "support", "ok", "the sampled support comes with its log-probs")
-
-
 async def _clock(http: aiohttp.ClientSession, name: str, url: str) -> Check:
     before = datetime.now(timezone.utc)
     async with http.get(f"{url}/health") as reply:
@@ -293,38 +294,25 @@ async def _clock(http: aiohttp.ClientSession, name: str, url: str) -> Check:
     )
 
 
-def _request(
-    prompt: Sequence[int], tokens: int, *, temperature: float, top: int = 0, algo: Algo | None = None
-) -> dict[str, Any]:
-    sampling: dict[str, Any] = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
-    body: dict[str, Any] = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
-    if top:
-        body["top_logprobs_num"] = top
-    if algo is not None and algo.support:
-        sampling |= {"top_p": algo.top_p, "top_k": algo.top_k}
-        body |= {"return_sampling_mask": True}
-    return body
-
-
-async def _generate(
-    http: aiohttp.ClientSession, url: str, prompt: Sequence[int], tokens: int, **options: Any
-) -> dict[str, Any]:
-    reply = await _reply(http, url, _request(prompt, tokens, **options))
-    return dict(reply["meta_info"])
+def _request(prompt: Sequence[int], tokens: int, *, temperature: float) -> dict[str, Any]:
+    sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
 
 
 async def _score(http: aiohttp.ClientSession, url: str, text: Sequence[int], start: int) -> list[float]:
     """Log-probs that the engine gives to text[start:]."""
     body = _request(text, 1, temperature=1.0) | {"logprob_start_len": start - 1}
-    meta = (await _reply(http, url, body))["meta_info"]
+    meta = (await _post(http, url, body))[0]["meta_info"]
     return [entry[0] for entry in meta["input_token_logprobs"][-(len(text) - start) :]]
 
 
-async def _reply(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    async with http.post(f"{url}/generate", json=body) as reply:
+async def _post(
+    http: aiohttp.ClientSession, url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], Mapping[str, str]]:
+    async with http.post(f"{url}/generate", json=body, headers=headers) as reply:
         if reply.status != 200:
             raise EngineError(f"{url}/generate answers {reply.status}: {(await reply.text())[:200]}")
-        return dict(await reply.json())
+        return dict(await reply.json()), reply.headers
 
 
 async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:

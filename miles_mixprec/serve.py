@@ -24,7 +24,6 @@ from miles_mixprec.providers.base import Engine, Provider, await_engines
 from miles_mixprec.providers.local import LocalProvider
 from miles_mixprec.providers.process import EngineProcess
 from miles_mixprec.providers.static import StaticProvider
-from miles_mixprec.rollout.capture import read_reply, request_body
 from miles_mixprec.weights.checkpoint import decode_checkpoint, encode_checkpoint
 
 Say = Callable[[str], None]
@@ -163,9 +162,6 @@ async def require_capabilities(config: Config, engines: Sequence[Engine]) -> Non
                         raise CapabilityError(
                             f"pool {engine.pool}: engine {engine.name}: {check.name}: {check.detail}"
                         )
-                body = request_body(algo, prompt, {"max_new_tokens": 4, "ignore_eos": True})
-                async with http.post(f"{engine.url}/generate", json=body) as answer:
-                    read_reply(algo, await answer.json(), pool=engine.pool)
             except (aiohttp.ClientError, KeyError, TypeError, ValueError) as error:
                 raise EngineError(
                     f"pool {engine.pool}: engine {engine.name} at {engine.url} answers garbage "

@@ -1,6 +1,7 @@
 """The doctor against engines with a known distribution and known faults."""
 
 import asyncio
+import base64
 import dataclasses
 import json
 import math
@@ -11,6 +12,7 @@ from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -58,12 +60,22 @@ class Engine:
             "output_token_logprobs": [[row[token], token, None] for token, row in rows],
         }
         if count := body.get("top_logprobs_num"):
-            meta["output_top_logprobs"] = [
-                [[row[token], token, None] for token in sorted(range(VOCABULARY), key=row.__getitem__)[-count:]]
-                for _, row in rows
-            ]
+            heads = [sorted(range(VOCABULARY), key=row.__getitem__)[-count:] for _, row in rows]
+            scores = [[row[token] for token in head] for head, (_, row) in zip(heads, rows, strict=True)]
+            if body.get("return_flat_raw_output_top_logprobs"):
+                meta |= {
+                    "output_top_logprobs_val_flat_b64": base64.b64encode(np.array(scores, "<f4").tobytes()).decode(),
+                    "output_top_logprobs_idx_flat_b64": base64.b64encode(np.array(heads, "<i4").tobytes()).decode(),
+                    "output_top_logprobs_shape": [len(heads), count],
+                }
+            else:
+                meta["output_top_logprobs"] = [
+                    [[score, token, None] for score, token in zip(*pair, strict=True)]
+                    for pair in zip(scores, heads, strict=True)
+                ]
         if body.get("return_sampling_mask"):
-            meta["output_token_sampling_mask"] = meta["output_token_sampling_logprobs"] = []
+            meta["output_token_sampling_mask"] = [[token] for token, _ in rows]
+            meta["output_token_sampling_logprobs"] = [[0.0] for _ in rows]
         if (start := body.get("logprob_start_len")) is not None:
             scores = [log_probs(prompt[:i], 1.0, self.noise)[prompt[i]] for i in range(max(start, 1), len(prompt))]
             meta["input_token_logprobs"] = [[None, 0, None]] + [[score, 0, None] for score in scores]
@@ -165,7 +177,7 @@ def test_another_reference(tmp_path: Path) -> None:
     [
         (Engine(original=True), "log-prob temperature", "set SGLANG_RETURN_ORIGINAL_LOGPROB=0"),
         (Engine(without=("weight_version",)), "weight version", "replies state no weight_version"),
-        (Engine(without=("output_token_sampling_mask",)), "support", "algo.top_p needs SGLang 0.5.23 or newer"),
+        (Engine(without=("output_token_sampling_mask",)), "recorded data", "no meta_info.output_token_sampling_mask"),
         (Engine(skew_s=-60), "clock", "s against this machine; run NTP"),
     ],
 )
@@ -180,11 +192,13 @@ def test_missing_spans_are_a_warning(tmp_path: Path) -> None:
     assert found(diagnosis, "bf16/0", "weight version").status == "warning"
 
 
-def test_head_is_checked_where_the_arm_records_one(tmp_path: Path) -> None:
-    made = config(tmp_path, "algo=sc_mis")
-    diagnosis = diagnose(made, {"bf16/0": Engine()})
-    assert found(diagnosis, "bf16/0", "head").detail == "128 of algo.head=128 candidates per token"
-    assert all(check.name != "support" for check in diagnosis.checks)
+@pytest.mark.parametrize(
+    ("arm", "data"),
+    [("grpo", "the sampled token's log-prob"), ("sc_mis", "a head of 128"), ("grpo_top_p", "the support")],
+)
+def test_what_the_arm_records_is_read_as_the_rollout_reads_it(tmp_path: Path, arm: str, data: str) -> None:
+    diagnosis = diagnose(config(tmp_path, f"algo={arm}"), {"bf16/0": Engine()})
+    assert found(diagnosis, "bf16/0", "recorded data").detail == f"{data} of every token"
 
 
 def test_unreachable_engine_does_not_hide_the_others(tmp_path: Path) -> None:
@@ -208,7 +222,8 @@ def test_router_must_pass_everything_on(tmp_path: Path) -> None:
     lossy = diagnose(config(tmp_path), {"bf16/0": Engine()}, Engine(without=("output_token_sampling_mask",)))
     check = found(lossy, "router", "pass-through")
     assert check.status == "failed"
-    assert check.detail.startswith("lost output_token_sampling_mask, X-Mixprec-Pool, X-Mixprec-Engine, X-Mixprec-View")
+    assert "no meta_info.output_token_sampling_mask" in check.detail
+    assert "lost X-Mixprec-Pool, X-Mixprec-Engine, X-Mixprec-View; use the router" in check.detail
 
 
 def test_store_that_cannot_be_written(tmp_path: Path) -> None:

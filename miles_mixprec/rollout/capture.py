@@ -18,9 +18,8 @@ from miles_mixprec.config import Algo
 from miles_mixprec.errors import CapabilityError, ConfigError, ContractError
 from miles_mixprec.rollout.record import SamplerRecord, Support
 
-# Everything that changes the sampled distribution besides temperature, top-p and top-k, at its neutral value: stated
-# in
-# every request, so that a model's generation_config.json cannot put another value in.
+# Everything that changes the sampled distribution besides temperature, top-p and top-k, at its neutral value. Every
+# request states it, so that a model's generation_config.json cannot put another value in.
 NEUTRAL = {
     "min_p": 0.0,
     "frequency_penalty": 0.0,
