@@ -65,8 +65,8 @@ def main(overrides: Sequence[str]) -> int:
 def prepare(config: Config) -> None:
     """Model, prompts and Megatron checkpoint, each built once and then reused."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    if Path(config.fleet.model).name not in model.OUTLIER_SPREAD:
-        known = " or ".join(str(CACHE.relative_to(ROOT) / name) for name in model.OUTLIER_SPREAD)
+    if Path(config.fleet.model).name not in model.OUTLIERS:
+        known = " or ".join(str(CACHE.relative_to(ROOT) / name) for name in model.OUTLIERS)
         raise ConfigError(f"fleet.model={config.fleet.model}: not a model that the quickstart builds; use {known}")
     model.build(Path(config.fleet.model))
     length = model.RECIPE["row_length"]
