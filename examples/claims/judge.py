@@ -305,7 +305,9 @@ def _onsets(runs: Sequence[Reading]) -> str:
     at = [r.collapse for r in runs if r.collapse is not None]
     if not at:
         return f"0 of {len(runs)} collapsed in {runs[0].updates} updates"
-    return f"{len(at)} of {len(runs)} collapsed, update {_spread(at, '.0f')}"
+    recovered = sum(r.recovered for r in runs)
+    after = f", {recovered} recovered" if recovered else ""
+    return f"{len(at)} of {len(runs)} collapsed, update {_spread(at, '.0f')}{after}"
 
 
 def _spread(values: Sequence[float], form: str = ".2f") -> str:

@@ -21,6 +21,7 @@ class Reading:
     cell: Cell
     updates: int
     collapse: int | None  # update at which the run was called collapsed
+    recovered: bool  # ... and yet it ended without that verdict, at or above its starting reward
     mode: str | None
     signs: dict[str, int]  # first update at which each sign stood
     reward: tuple[float, float]  # start, end
@@ -61,14 +62,17 @@ def read(result: Result, limits: Guard) -> Reading:
     kl_start, kl_end = both(lambda s: s.kl)
     pools = sorted({name for s in run for name in s.pools})
     kl_by_pool = {name: total(s.pools[name].kl for s in run if name in s.pools).value for name in pools}
+    reward = known(lambda s: s.reward)
+    ended = any(v.level == Level.COLLAPSE for v in verdicts[-len(end) :])
     norms = [s.grad_norm for s in run if s.grad_norm is not None and math.isfinite(s.grad_norm)]
     return Reading(
         cell=result.cell,
         updates=len(run),
         collapse=collapsed.update if collapsed else None,
+        recovered=collapsed is not None and not ended and reward[1] >= reward[0],
         mode=collapsed.mode if collapsed else None,
         signs=signs,
-        reward=known(lambda s: s.reward),
+        reward=reward,
         pass_1=_evals(result, "pass_1"),
         pass_4=_evals(result, "pass_4"),
         kl=_mean(run, lambda s: s.kl),

@@ -108,11 +108,13 @@ def pool_kl(evidence: Evidence) -> list[tuple[str, str]]:
 
 
 def _cells(readings: Sequence[Reading]) -> list[str]:
-    collapses = ["-" if r.collapse is None else str(r.collapse) for r in readings]
+    collapses = [
+        "-" if r.collapse is None else f"{r.collapse}{', recovered' if r.recovered else ''}" for r in readings
+    ]
     modes = sorted({r.mode for r in readings if r.mode})
     return [
         str(len(readings)),
-        ", ".join(collapses),
+        "; ".join(collapses),
         ", ".join(modes) or "-",
         f"{_mean([r.reward[0] for r in readings])} to {_mean([r.reward[1] for r in readings])}",
         _mean([r.pass_1[1] for r in readings if r.pass_1]),

@@ -18,7 +18,7 @@ def test_a_table_claim_by_claim_and_a_page_of_curves(tmp_path: Path) -> None:
     text = markdown.read_text()
     assert "| 1a | Plain GRPO collapses on mixed samplers. |" in text
     assert "**holds**" in text and "**cannot be judged**" in text
-    assert "| grpo, mixed | 3 | 28, 30, 32 | three signs |" in text
+    assert "| grpo, mixed | 3 | 28; 30; 32 | three signs |" in text
     assert "dequantized" in text and "6 of 36 cells are in" in text
     command = "    bash examples/cpu_quickstart/run.sh algo=mis fleet=cpu_homogeneous seed=2 "
     assert command in text, "cells that are not in yet have their command too"

@@ -88,6 +88,16 @@ def test_parity_at_equal_kl_says_nothing() -> None:
     assert verdicts(changed("sc_mis_top_p", "mixed", mild))["4"] == OPEN
 
 
+def test_a_collapse_that_heals_counts_and_is_said_to_have_recovered() -> None:
+    def dips(cell: Cell) -> list[Signals]:
+        whole = stable(cell)
+        return whole[:40] + [replace(s, update=n) for n, s in enumerate(collapses_at(0)(cell)[40:50], 40)] + whole[50:]
+
+    given = changed("sc_mis", "mixed", dips)
+    assert judgement(given, "3a").ours.startswith("3 of 6 collapsed, update 42 (42-42), 3 recovered")
+    assert verdicts(given)["3a"] == PARTLY
+
+
 def test_a_collapse_in_the_other_mode_lacks_signs() -> None:
     given = changed("grpo_top_p", "mixed", lambda cell: grpo_top_p_length()[:UPDATES])
     found = judgement(given, "5a")
