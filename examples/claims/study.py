@@ -33,6 +33,7 @@ class Study:
     arms: list[str]
     fleets: dict[str, str]  # mixed, homogeneous -> configuration
     regimes: dict[str, list[str]]  # named overrides of the quickstart
+    notes: str = ""  # of the report: how the regime came about
     limits: Guard = field(default_factory=Guard)  # of a collapse
     stand_ins: dict[str, dict[str, str]] = field(default_factory=dict)  # fleet -> pool -> published pool for its price
     runs: str = "runs/claims"  # folders, relative to the repository
