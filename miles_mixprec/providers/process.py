@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import re
 import select
 import signal
@@ -20,7 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _NOISE = re.compile(r"^\s*$|^\s+File |^Traceback|warn|^\s+\^|^\s*~|^\[reaper\]|^Killed|^Aborted", re.IGNORECASE)
-_CAUSE = re.compile(r"(Error|Exception|error:|FATAL|CUDA|out of memory|Address already in use)")
+_BIND = re.compile(r"address already in use", re.IGNORECASE)
+_CAUSE = re.compile(r"Error|ERROR|Exception|error:|FATAL|CUDA|out of memory")
+_PORTS = range(20000, 32768)  # below Linux's ephemeral range
 _PR_SET_PDEATHSIG = 1
 
 
@@ -79,13 +82,25 @@ class EngineProcess:
                 line.strip() for line in log.read().decode(errors="replace").splitlines() if not _NOISE.search(line)
             ]
         errors = [line for line in lines if _CAUSE.search(line)]
-        return (errors or lines or ["the log is empty"])[-1][:300]
+        bind = [line for line in errors if _BIND.search(line)]  # SGLang goes on for a while and then times out
+        return (bind or errors or lines or ["the log is empty"])[-1][:300]
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, for a process that takes a while to bind it.
+
+    Not of the ephemeral range, from which any client of this machine may be given it meanwhile. Raises EngineError.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    from miles_mixprec.errors import EngineError  # the reaper runs this file by itself
+
+    raise EngineError(f"no free port among {_PORTS.start}-{_PORTS.stop - 1} on {host}; stop what listens there")
 
 
 def _reap(grace_s: float, command: Sequence[str]) -> int:
