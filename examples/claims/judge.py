@@ -261,10 +261,10 @@ def cost(evidence: Evidence) -> Judgement:
 
 
 def _modelled(evidence: Evidence, fleet: str) -> tuple[float, float] | None:
-    """($ per slot-hour, averaged over the turns; turns per update) of a fleet; None if no turn is on record."""
+    """($ per slot-hour, averaged over the turns; turns per update) of a fleet; None without turns on record or stand-ins."""
     runs = evidence.runs("sc_mis_top_p", fleet)
     turns = _turns(runs)
-    if not turns:
+    if not turns or fleet not in evidence.study.stand_ins:
         return None
     dollars = sum(turns[pool] * price for pool, price in slot_prices(evidence.study, fleet).items() if pool in turns)
     return dollars / sum(turns.values()), sum(turns.values()) / sum(map(len, runs))

@@ -130,3 +130,5 @@ def test_modelled_cost_weighs_each_pool_by_its_turns() -> None:
     found = judgement(given, "7")
     assert f"{mixed / single - 1:+.0%} per turn" in found.ours
     assert f"{2 * mixed / single - 1:+.0%} per update (120 and 60 turns)" in found.ours
+    unpriced = replace(given, study=replace(given.study, stand_ins={}))
+    assert judgement(unpriced, "7").ours == "-"
