@@ -261,7 +261,7 @@ def cost(evidence: Evidence) -> Judgement:
 
 
 def _modelled(evidence: Evidence, fleet: str) -> tuple[float, float] | None:
-    """($ per slot-hour, averaged over the turns; turns per update) of a fleet; None without turns on record or stand-ins."""
+    """($ per slot-hour, averaged over the turns; turns per update) of a fleet; None without turns or stand-ins."""
     runs = evidence.runs("sc_mis_top_p", fleet)
     turns = _turns(runs)
     if not turns or fleet not in evidence.study.stand_ins:
