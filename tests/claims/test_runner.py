@@ -94,4 +94,5 @@ def test_list_prints_the_one_command_of_each_chosen_cell(monkeypatch: pytest.Mon
     assert runner.main(["study=claims", "action=list", "arms=sc", "seeds=1"]) == 0
     lines = said().splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("bash examples/cpu_quickstart/run.sh algo=sc fleet=cpu_quickstart seed=1 updates=60 ")
+    cell = f"algo=sc fleet=cpu_quickstart seed=1 updates={load_study('claims').updates} "
+    assert lines[0].startswith(f"bash examples/cpu_quickstart/run.sh {cell}")
