@@ -117,17 +117,20 @@ class Guard:
         A collapsing run raises every pool's KL; a faulty pool raises its own. The run's start counts because a BF16
         pool starts at rounding error, which staleness alone multiplies by a thousand.
         """
-        run = _typical(s.kl.value for s in self._start) or 0.0
-        kl = {name: pool.kl.value for name, pool in now.pools.items() if pool.kl.value is not None}
-        starts = {name: _typical(s.pools[name].kl.value for s in self._start if name in s.pools) for name in kl}
-        grown = {name: kl[name] / start for name, start in starts.items() if start}
-        found = {}
-        for name in grown:
-            others = [growth for other, growth in grown.items() if other != name]
-            if others:
-                start = starts[name] or 0.0
-                found[f"pool {name}"] = (kl[name], self.thresholds.kl_growth * max(run, start, start * median(others)))
-        return found
+        starts = {
+            name: start
+            for name in now.pools
+            if (start := _typical(s.pools[name].kl.value for s in self._start if name in s.pools))
+        }
+        kl = {name: value for name in starts if (value := now.pools[name].kl.value) is not None}
+        grown = {name: value / starts[name] for name, value in kl.items()}
+        others = {name: [g for other, g in grown.items() if other != name] for name in grown}
+        own = {name: self.thresholds.kl_growth * starts[name] * max(1.0, median(others[name] or [1.0])) for name in kl}
+        return {
+            f"pool {name}": (value, max(self._limits.get("kl", 0.0), own[name]))
+            for name, value in kl.items()
+            if others[name]
+        }
 
 
 def limits(start: Sequence[Signals], thresholds: Thresholds) -> dict[str, float]:
