@@ -22,7 +22,7 @@ def main() -> None:
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         uvloop.run(serve(from_file(arguments.config), ready_file=arguments.ready_file))
-    except MixprecError as error:
+    except (MixprecError, OSError) as error:  # OSError: an address or file that cannot be had
         raise SystemExit(f"router: {error}") from None
 
 

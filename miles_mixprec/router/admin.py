@@ -10,36 +10,36 @@ import asyncio
 import contextlib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from miles_mixprec.config import VIEWS, Router
+from miles_mixprec.config import VIEWS
 from miles_mixprec.router import gate
 from miles_mixprec.router.failures import NotFound, Refused
+from miles_mixprec.router.proxy import Proxy
 from miles_mixprec.router.security import engine_url
-from miles_mixprec.router.sessions import MemoryPins
-from miles_mixprec.router.state import STATES, Engine, LiveFleet, Pool
-from miles_mixprec.router.upstream import Upstream
+from miles_mixprec.router.state import STATES, Engine
 from miles_mixprec.router.watch import Watch
 
 MAX_BODY = 64 * 1024
 MAX_ENGINES = 4096
 MAX_VERSION = 2**53
 VERIFY_S = 2.0
+TELL_S = 10.0
 _POOL = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 
 class Admin:
     """Handlers beside the data path."""
 
-    def __init__(self, router: Router, fleet: LiveFleet, pins: MemoryPins, watch: Watch, upstream: Upstream) -> None:
-        self.router = router
-        self.fleet = fleet
-        self.pins = pins
+    def __init__(self, proxy: Proxy, watch: Watch) -> None:
+        self.proxy = proxy
+        self.fleet = proxy.fleet
+        self.pins = proxy.pins
         self.watch = watch
-        self.upstream = upstream
 
     # -- engines ------------------------------------------------------------------------------------------------
 
@@ -54,35 +54,31 @@ class Admin:
         )
 
     async def _register(self, body: dict[str, Any]) -> Engine:
-        url = engine_url(body.get("url"), self.router.allowed_workers)
-        pool_name, view = _optional(body, "pool", str), _optional(body, "view", str)
-        name, state = _optional(body, "engine", str), _optional(body, "state", str)
+        url = engine_url(body.get("url"), self.proxy.router.allowed_workers)
+        pool, name = _optional(body, "pool", str), _optional(body, "engine", str)
+        view, state = _optional(body, "view", str), _optional(body, "state", str)
         slots, version = _optional(body, "slots", int), gate.parse(body.get("weight_version"))
-        if pool_name is not None and not _POOL.fullmatch(pool_name):
-            raise Refused(f"pool {pool_name!r}: 1-40 of a-z 0-9 _ -, starting with a letter or digit")
-        if view is not None and view not in VIEWS:
-            raise Refused(f"view {view!r}: use one of {', '.join(VIEWS)}")
-        if state is not None and state not in STATES:
-            raise Refused(f"state {state!r}: use one of {', '.join(STATES)}")
+        if pool is not None and not _POOL.fullmatch(pool):
+            raise Refused(f"pool {pool!r}: 1-40 of a-z 0-9 _ -, starting with a letter or digit")
+        if view is not None:
+            _one_of("view", view, VIEWS)
+        if state is not None:
+            _one_of("state", state, STATES)
         if slots is not None and not 1 <= slots <= 65536:
             raise Refused(f"slots {slots}: must lie in 1..65536")
         if version is not None and not 0 <= version < MAX_VERSION:
             raise Refused(f"weight_version {version}: must lie in 0..2^53")
-        if url not in self.fleet.urls and sum(1 for _ in self.fleet.engines()) >= MAX_ENGINES:
+        former = self.fleet.urls.get(url)
+        if former is None and len(self.fleet.urls) >= MAX_ENGINES:
             raise Refused(f"{MAX_ENGINES} engines are registered; remove some first")
-        pool = self.fleet.pool_for(url, pool_name, view, slots)
-        if name is not None and not re.fullmatch(re.escape(pool.name) + r"/[0-9]{1,6}", name):
-            raise Refused(f"engine {name!r}: engines of pool {pool.name} are named {pool.name}/0, {pool.name}/1, ...")
-        engine = self.fleet.register(url, pool=pool, name=name, slots=slots, state=state, version=version)
+        engine = self.fleet.register(url, pool, view, name=name, slots=slots, state=state, version=version)
+        if former is not None and former is not engine:
+            await self.pins.remember("engine", former.name, None)
         await self.pins.remember("engine", engine.name, engine.registration())
-        if version is not None:
-            await self._verify(engine)
+        if version is not None:  # hold the claim against the engine's own answer before the gate believes it
+            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):  # its next probe asks again
+                await asyncio.wait_for(self.watch.read_version(engine), VERIFY_S)
         return engine
-
-    async def _verify(self, engine: Engine) -> None:
-        """Hold a claimed version against the engine's own answer before the gate believes it."""
-        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):  # its next probe asks again
-            await asyncio.wait_for(self.watch.read_version(engine), VERIFY_S)
 
     async def remove_worker(self, request: web.Request) -> web.Response:
         url = engine_url(await _url_argument(request), ["*"])
@@ -115,8 +111,7 @@ class Admin:
 
     async def put_view(self, request: web.Request) -> web.Response:
         view = request.match_info["view"]
-        if view not in VIEWS:
-            raise Refused(f"view {view!r}: use one of {', '.join(VIEWS)}")
+        _one_of("view", view, VIEWS)
         body = await _json_body(request)
         version, run = gate.parse(body.get("version")), _optional(body, "run", str)
         if version is None or not 0 <= version < MAX_VERSION:
@@ -128,17 +123,14 @@ class Admin:
 
     async def drain_pool(self, request: web.Request) -> web.Response:
         """`POST /pools/{pool}/drain` or `/undrain`: live sessions go on, new ones go elsewhere (or come back)."""
-        pool = self._pool(request)
+        name = request.match_info["pool"]
+        pool = self.fleet.pools.get(name)
+        if pool is None:
+            raise NotFound(f"no pool {name!r}; the fleet has {', '.join(self.fleet.pools)}")
         pool.draining = request.path.endswith("/drain")
         self.fleet.changed(pool)
         await self.pins.remember("drain", pool.name, True if pool.draining else None)
         return web.json_response({"pool": pool.name, "draining": pool.draining})
-
-    def _pool(self, request: web.Request) -> Pool:
-        pool = self.fleet.pools.get(request.match_info["pool"])
-        if pool is None:
-            raise NotFound(f"no pool {request.match_info['pool']!r}; the fleet has {', '.join(self.fleet.pools)}")
-        return pool
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
@@ -160,21 +152,15 @@ class Admin:
 
     # -- all engines at once ------------------------------------------------------------------------------------
 
-    async def abort_request(self, request: web.Request) -> web.Response:
-        return await self._fan_out(request, await request.read())
-
-    async def flush_cache(self, request: web.Request) -> web.Response:
-        return await self._fan_out(request, b"")
-
-    async def _fan_out(self, request: web.Request, body: bytes) -> web.Response:
+    async def tell_engines(self, request: web.Request) -> web.Response:
         """Send the request to every engine; 200 with each one's status if all took it, else 502."""
+        body = await request.read()
+        headers, timeout = {"Content-Type": request.content_type}, aiohttp.ClientTimeout(total=TELL_S)
 
         async def tell(engine: Engine) -> int:
-            timeout = aiohttp.ClientTimeout(total=10.0)
-            headers = {"Content-Type": request.content_type}
             try:
-                async with self.upstream.session.request(
-                    request.method, engine.address(request.path), data=body, headers=headers, timeout=timeout
+                async with self.proxy.http.post(
+                    engine.address(request.path), data=body, headers=headers, timeout=timeout
                 ) as reply:
                     await reply.read()
                     return reply.status
@@ -204,11 +190,12 @@ def describe(engine: Engine) -> dict[str, Any]:
 
 
 async def _json_body(request: web.Request) -> dict[str, Any]:
-    if (request.content_length or 0) > MAX_BODY:
-        raise Refused(f"body of {request.content_length} bytes; at most {MAX_BODY} here")
+    text = await request.read()
+    if len(text) > MAX_BODY:
+        raise Refused(f"body of {len(text)} bytes; at most {MAX_BODY} here")
     try:
-        body = json.loads(await request.read())
-    except ValueError as error:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise Refused(f"body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refused("body must be a JSON object")
@@ -220,6 +207,11 @@ def _optional(body: dict[str, Any], key: str, kind: type) -> Any:
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise Refused(f"{key} must be {'an integer' if kind is int else 'a string'}, got {value!r:.80}")
     return value
+
+
+def _one_of(what: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise Refused(f"{what} {value!r}: use one of {', '.join(known)}")
 
 
 async def _url_argument(request: web.Request) -> Any:

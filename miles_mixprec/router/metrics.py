@@ -9,20 +9,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from miles_mixprec.router.proxy import Proxy
-from miles_mixprec.router.sessions import MemoryPins
 from miles_mixprec.router.state import Engine, LiveFleet, Pool
 
-COUNTERS = frozenset(
-    {"received", "answered", "refused", "disconnected", "broken", "retried", "heartbeats"}  # requests
-    | {"turns", "turn_seconds"}  # pools
-    | {"sent", "returned", "failed", "lost"}  # engines
-)
+COUNTERS = {  # by prefix; an engine's `answered` is the weight version that it answers with
+    "": ("received", "answered", "refused", "disconnected", "broken", "retried", "heartbeats"),
+    "pool_": ("turns", "turn_seconds"),
+    "engine_": ("sent", "returned", "failed", "lost"),
+}
 CODES = {"closed": 0, "half-open": 1, "open": 2, "serving": 0, "updating": 1, "draining": 2, False: 0, True: 1}
 
 
-def fleet_json(fleet: LiveFleet, pins: MemoryPins, proxy: Proxy) -> dict[str, Any]:
+def fleet_json(proxy: Proxy) -> dict[str, Any]:
     """The body of `GET /fleet`."""
-    now, hops = fleet.clock(), proxy.hops
+    fleet, pins, hops = proxy.fleet, proxy.pins, proxy.hops
+    now = fleet.clock()
     return {
         "pools": {pool.name: _pool_json(pool, fleet) for pool in fleet.pools.values()},
         "views": {name: {"version": view.version, "run": view.run} for name, view in fleet.views.items()},
@@ -70,11 +70,11 @@ def _engine_json(engine: Engine, fleet: LiveFleet) -> dict[str, Any]:
 class RouterCollector(Collector):
     """Every number of `fleet_json` as `mixprec_router_[pool_|engine_]<name>`; states as 0, 1, 2 (see CODES)."""
 
-    def __init__(self, fleet: LiveFleet, pins: MemoryPins, proxy: Proxy) -> None:
-        self.read = lambda: fleet_json(fleet, pins, proxy)
+    def __init__(self, proxy: Proxy) -> None:
+        self.proxy = proxy
 
     def collect(self) -> Iterator[Metric]:
-        told = self.read()
+        told = fleet_json(self.proxy)
         requests = told["requests"] | {f"{name}_sessions": count for name, count in told["sessions"].items()}
         refused = requests.pop("refused")
         yield from _families("", (), {(): requests})
@@ -96,7 +96,7 @@ def _families(
             number = CODES.get(value, value) if isinstance(value, (str, bool)) else value
             if isinstance(number, (int, float)):
                 if name not in families:
-                    kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+                    kind = CounterMetricFamily if name in COUNTERS[prefix] else GaugeMetricFamily
                     families[name] = kind(f"mixprec_router_{prefix}{name}", name.replace("_", " "), labels=labels)
                 families[name].add_metric(list(values), number)
     yield from families.values()

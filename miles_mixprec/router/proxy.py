@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import sys
 import uuid
+from collections import Counter
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from multidict import istr
 
@@ -26,7 +29,6 @@ from miles_mixprec.router.failures import Deadline, EngineFailed, Full, NoPool, 
 from miles_mixprec.router.security import Access, session_key, to_client, to_engine
 from miles_mixprec.router.sessions import MemoryPins, Pin
 from miles_mixprec.router.state import Engine, LiveFleet
-from miles_mixprec.router.upstream import Upstream
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ HEARTBEAT_PATHS = frozenset({"/generate", "/v1/chat/completions", "/v1/completio
 RETRYABLE = frozenset({502, 503, 504})
 SMALL_REPLY = 2 * 2**20  # bytes; read whole, so that a torn one can be asked for again
 RETRY_PAUSE_S = 0.1  # before the same engine is tried again, doubling
+LEAST_RETRIES = 100.0  # that a rested budget holds, or one per slot of the fleet
 LOST_AFTER_S = 20.0  # that a turn must be missing from what its engine says it is doing
 TICK_S = 0.25
 
@@ -52,7 +55,7 @@ class Turn:
     pin: Pin | None
     floor: int
     started: float
-    task: asyncio.Task[object] | None
+    task: asyncio.Task[Any]
     engine: Engine | None = None
     attempts: int = 0
     sent_at: float = 0.0
@@ -72,7 +75,7 @@ class Hops:
 
     received: int = 0
     answered: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)  # by kind
     disconnected: int = 0
     broken: int = 0  # replies broken off after they had started
     retried: int = 0
@@ -82,15 +85,16 @@ class Hops:
 class Proxy:
     """The data path of one router."""
 
-    def __init__(self, router: Router, fleet: LiveFleet, pins: MemoryPins, access: Access, upstream: Upstream) -> None:
+    http: aiohttp.ClientSession  # to the engines; from when the application starts
+
+    def __init__(self, router: Router, fleet: LiveFleet, pins: MemoryPins, access: Access) -> None:
         self.router = router
         self.fleet = fleet
         self.pins = pins
         self.access = access
-        self.upstream = upstream
         self.hops = Hops()
         self.turns: set[Turn] = set()
-        self.retries_left = self.retry_cap = max(100.0, sum(p.slots for p in fleet.pools.values()))
+        self.retries_left = self.retry_cap = max(LEAST_RETRIES, fleet.declared_slots)
         self._anonymous = (f"-{uuid.uuid4().hex[:12]}-{i}" for i in itertools.count())
         self._now = fleet.clock
 
@@ -114,8 +118,9 @@ class Proxy:
                 raise Refused("the request target must be a path; this is no forward proxy")
             body = await request.read()
             pin = await self._pin(key) if session or key else None
-            asked = gate.parse(request.headers.get(MIN_VERSION)) or 0
-            turn = Turn(request, body, pin, asked, self._now(), asyncio.current_task())
+            task = asyncio.current_task()
+            assert task is not None
+            turn = Turn(request, body, pin, gate.parse(request.headers.get(MIN_VERSION)) or 0, self._now(), task)
             self.turns.add(turn)
             if pin is not None:
                 self.pins.enter(pin, turn.started)
@@ -133,11 +138,11 @@ class Proxy:
                 hops.answered += 1
             return response
         except Refused as refusal:
-            hops.refused[refusal.kind] = hops.refused.get(refusal.kind, 0) + 1
+            hops.refused[refusal.kind] += 1
             return refusal.response()
-        except web.HTTPException as error:  # aiohttp's own: a body beyond its limit
-            hops.refused["http"] = hops.refused.get("http", 0) + 1
-            raise error
+        except web.HTTPException:  # aiohttp's own: a body beyond its limit
+            hops.refused["http"] += 1
+            raise
         except asyncio.CancelledError:
             hops.disconnected += 1
             raise
@@ -146,18 +151,13 @@ class Proxy:
 
     async def _pin(self, key: str | None) -> Pin:
         """The session's pin, made now if it is new. Raises Full, NoPool, StoreAway."""
-        pin = None
-        if key is not None:
-            pin = self.pins.pins.get(key) or await self.pins.find(key)
+        pin = None if key is None else await self.pins.find(key)
         if pin is None:
             name = key or next(self._anonymous)
             pin = await self.pins.claim(name, self.fleet.candidates(name), self._now(), lasting=key is not None)
         if pin is None:
             raise Full("every slot of the fleet holds a live session; retry later, or end sessions that are over")
         return pin
-
-    def _floor(self, turn: Turn, view: str) -> int:
-        return gate.floor(self.router.gate, self.router.gate_lag, self.fleet.newest(view), turn.floor)
 
     async def _place(self, turn: Turn, tried: set[str]) -> Engine:
         """The engine for the turn's next attempt: the pinned one, else another of its pool, waiting as configured.
@@ -168,12 +168,7 @@ class Proxy:
         pin = turn.pin
         if pin is None:
             return self._any_engine(turn, tried)
-        pool = self.fleet.pools.get(pin.pool)
-        if pool is not None and not tried:
-            engine = pool.engines.get(pin.engine)
-            if engine is not None and engine.state == "serving" and engine.accepts(self._floor(turn, pool.view)):
-                return engine
-        began = self._now()
+        began, limit = self._now(), self.router.gate_wait_s
         while True:
             pool = self.fleet.pools.get(pin.pool)
             if pool is None or pool.breaker == "open":
@@ -183,35 +178,34 @@ class Proxy:
                     "pool; start a new session",
                     pool=pin.pool,
                 )
-            waited = self._now() - began
-            floor = self._floor(turn, pool.view)
-            ready = [engine for engine in pool.engines.values() if engine.accepts(floor)]
+            floor = gate.floor(self.router.gate, self.router.gate_lag, self.fleet.newest(pool.view), turn.floor)
             home = pool.engines.get(pin.engine)
-            if home in ready and home.name not in tried and home.state != "draining":
+            if home is not None and (home.name in tried or home.state == "draining"):
+                home = None  # not worth waiting for
+            if home is not None and home.accepts(floor):
                 return home
-            fresh = [e for e in ready if e.name not in tried and (e.state == "serving" or e is home)]
-            stays = home is not None and home.usable and home.name not in tried and home.state != "draining"
-            if fresh and not (stays and waited < self.router.gate_wait_s / 2):
+            waited, stays = self._now() - began, home is not None and home.usable
+            ready = [engine for engine in pool.engines.values() if engine.accepts(floor)]
+            fresh = [e for e in ready if e.name not in tried and (e.state == "serving" or e.name == pin.engine)]
+            if fresh and not (stays and waited < limit / 2):
                 engine = self._another(pin, fresh)
-                if engine is not home:
+                if engine.name != pin.engine:
                     await self.pins.move(pin, engine)
                 return engine
             if ready and tried and not stays:  # nothing but engines that failed this turn: give them a moment
                 await pool.change(RETRY_PAUSE_S * 2**turn.attempts)
                 tried.clear()
                 continue
-            if waited >= self.router.gate_wait_s:
-                versions = {engine.name: engine.version for engine in pool.engines.values()}
+            if waited >= limit:
                 raise VersionGate(
-                    f"pool {pool.name}: no engine at weight version {floor} within {self.router.gate_wait_s:g} s; "
-                    "retry, or look at the engines' sidecars",
+                    f"pool {pool.name}: no engine at weight version {floor} within {limit:g} s; retry, or look at the "
+                    "engines' sidecars",
                     pool=pool.name,
                     view=pool.view,
                     required=floor,
-                    engines=versions,
+                    engines={engine.name: engine.version for engine in pool.engines.values()},
                 )
-            patience = self.router.gate_wait_s / (2 if waited < self.router.gate_wait_s / 2 else 1)
-            await pool.change(max(patience - waited, 0.01))
+            await pool.change(max((limit / 2 if waited < limit / 2 else limit) - waited, 0.01))
 
     def _another(self, pin: Pin, fresh: list[Engine]) -> Engine:
         """In rendezvous order, the first with a free slot; a live session is never refused for lack of one."""
@@ -237,19 +231,18 @@ class Proxy:
             turn.attempts += 1
             try:
                 return await self._exchange(turn, engine)
-            except TurnLost as lost:
-                log.warning("%s: attempt %d of a turn failed: %s", engine.name, turn.attempts, lost)
+            except (TurnLost, Deadline) as failure:
+                if turn.beating is not None:
+                    await asyncio.wait((turn.beating,))  # it may be about to begin the reply
                 if turn.commit is not None:
                     return self._break_off(turn)
+                if isinstance(failure, Deadline):
+                    raise
                 if not self._may_retry(turn):
-                    raise EngineFailed(f"{engine.name}: {lost}; given up after {turn.attempts} attempts") from None
+                    raise EngineFailed(f"{engine.name}: {failure}; given up after {turn.attempts} attempts") from None
                 self.retries_left -= 1
                 self.hops.retried += 1
                 tried.add(engine.name)
-            except Deadline:
-                if turn.commit is not None:
-                    return self._break_off(turn)
-                raise
 
     def _may_retry(self, turn: Turn) -> bool:
         return turn.attempts < self.router.max_attempts and self.retries_left >= 1
@@ -264,10 +257,10 @@ class Proxy:
         engine.in_flight.add(turn)
         whole = False
         try:
-            upstream = await self.upstream.session.request(
+            upstream = await self.http.request(
                 request.method,
                 engine.address(request.raw_path),
-                headers=to_engine(request.headers, authorization=not self.access.strips_authorization),
+                headers=to_engine(request.headers, authorization=not self.access.guarded),
                 data=turn.body or None,
                 allow_redirects=False,
             )
@@ -275,23 +268,19 @@ class Proxy:
                 turn.answered = True
                 turn.progress = engine.progress = self._now()
                 if turn.beating is not None:
-                    await turn.beating
+                    await asyncio.wait((turn.beating,))
                 if upstream.status in RETRYABLE and turn.commit is None and self._may_retry(turn):
-                    raise TurnLost(f"status {upstream.status}")
+                    raise self._lost(engine, f"status {upstream.status}")
                 response = await self._reply(turn, engine, version, upstream)
             whole = True
             return response
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            self._engine_failed(engine)
-            raise TurnLost(f"{type(error).__name__}: {error}") from None
-        except TurnLost:
-            self._engine_failed(engine)
-            raise
+            raise self._lost(engine, f"{type(error).__name__}: {error}") from None
         except asyncio.CancelledError:
             if turn.interrupt is None:
                 raise
             reason, turn.interrupt = turn.interrupt, None
-            if sys.version_info >= (3, 11) and turn.task is not None:
+            if sys.version_info >= (3, 11):
                 turn.task.uncancel()
             raise reason from None
         finally:
@@ -307,7 +296,7 @@ class Proxy:
         self, turn: Turn, engine: Engine, version: int, upstream: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         if turn.commit is not None and upstream.status != 200:
-            raise TurnLost(f"status {upstream.status} after heartbeats had begun")
+            raise self._lost(engine, f"status {upstream.status} after heartbeats had begun")
         headers = to_client(upstream.headers)
         if upstream.status in RETRYABLE:
             headers.setdefault("Retry-After", "1")  # the engine's trouble, not the end of the session
@@ -324,15 +313,12 @@ class Proxy:
                 status=upstream.status, reason=upstream.reason, headers=headers
             )
             response.content_length = size
-            await response.prepare(turn.request)
+            await _client_takes(response.prepare(turn.request))
         async for chunk in upstream.content.iter_any():
             turn.progress = engine.progress = self._now()
-            try:
-                await response.write(chunk)
-            except ConnectionError:  # the client is gone; not the engine's doing
-                raise asyncio.CancelledError from None
+            await _client_takes(response.write(chunk))
         await self._completed(turn, engine, version, upstream.status)
-        await response.write_eof()
+        await _client_takes(response.write_eof())
         return response
 
     async def _completed(self, turn: Turn, engine: Engine, version: int, status: int) -> None:
@@ -349,6 +335,10 @@ class Proxy:
         if self.fleet.failed(engine):
             log.warning("%s: breaker open after %d failures", engine.name, engine.failures)
 
+    def _lost(self, engine: Engine, reason: str) -> TurnLost:
+        self._engine_failed(engine)
+        return TurnLost(reason)
+
     def _break_off(self, turn: Turn) -> web.StreamResponse:
         """Close the client's connection in mid-reply: it must see that the reply is torn."""
         assert turn.commit is not None
@@ -361,7 +351,7 @@ class Proxy:
 
     def interrupt(self, turn: Turn, error: Exception) -> None:
         """End the turn's present attempt with `error`."""
-        if turn.interrupt is None and turn.task is not None:
+        if turn.interrupt is None:
             turn.interrupt = error
             turn.task.cancel()
 
@@ -419,12 +409,21 @@ class Proxy:
             pass  # the client has gone; aiohttp cancels the turn
 
 
-def _streams(body: bytes) -> bool:
-    """The client asked for server-sent events, which need no heartbeat and would not survive one."""
-    if b'"stream"' not in body:
-        return False
+async def _client_takes(step: Awaitable[object]) -> None:
+    """Pass something on to the client. If it has gone, that is not the engine's doing."""
     try:
-        asked = json.loads(body)
-    except ValueError:
-        return False
-    return isinstance(asked, dict) and bool(asked.get("stream"))
+        await step
+    except ConnectionError:
+        raise asyncio.CancelledError from None
+
+
+class _Asked(msgspec.Struct):
+    stream: object = False
+
+
+def _streams(body: bytes) -> bool:
+    """The client asked for server-sent events, which need no heartbeat and would not survive one, or perhaps did."""
+    try:
+        return bool(msgspec.json.decode(body, type=_Asked).stream)
+    except (msgspec.DecodeError, RecursionError):
+        return True

@@ -15,7 +15,8 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from redis.asyncio import Redis
@@ -57,7 +58,6 @@ class RedisPins(MemoryPins):
 
     def __init__(self, url: str, prefix: str, active_s: float, idle_s: float, most: int) -> None:
         super().__init__(active_s, idle_s, most)
-        self.url = url
         self.prefix = prefix
         self.redis = Redis.from_url(url, decode_responses=True, socket_timeout=5.0, socket_connect_timeout=5.0)
         self.script = self.redis.register_script(_CLAIM)
@@ -83,10 +83,8 @@ class RedisPins(MemoryPins):
         known = self.pins.get(key)
         if known is not None:
             return known
-        try:
+        with _needed():
             found = await self.redis.hmget(self._key("pin", key), "pool", "view", "engine")
-        except RedisError as error:
-            raise StoreAway(f"Redis does not answer ({error}); retry") from None
         return self._adopt(key, found)
 
     def _adopt(self, key: str, found: Sequence[Any]) -> Pin | None:
@@ -108,10 +106,8 @@ class RedisPins(MemoryPins):
         wall = time.time()
         words: list[Any] = [key, wall, wall - self.active_s, int(self.idle_s) + 1]
         words += itertools.chain.from_iterable((e.pool.name, e.pool.view, e.name, limit) for e, limit in choices)
-        try:
+        with _needed():
             found = await self.script(keys=keys, args=words)
-        except RedisError as error:
-            raise StoreAway(f"Redis does not answer ({error}); retry") from None
         pin = self._adopt(key, found)
         if pin is not None:
             pin.last = now
@@ -131,7 +127,7 @@ class RedisPins(MemoryPins):
         pin = self.pins.get(key)
         if pin is not None and not pin.lasting:
             return await super().release(key)
-        try:
+        with _needed():
             engine: Any = pin.engine if pin is not None else await self.redis.hget(self._key("pin", key), "engine")
             known = await super().release(key) or engine is not None
             batch = self.redis.pipeline(transaction=False)
@@ -139,8 +135,6 @@ class RedisPins(MemoryPins):
             if engine is not None:
                 batch.zrem(self._key("live", engine), key)
             await batch.execute()
-        except RedisError as error:
-            raise StoreAway(f"Redis does not answer ({error}); retry") from None
         return known
 
     async def give_up(self, pin: Pin) -> None:
@@ -163,7 +157,8 @@ class RedisPins(MemoryPins):
         await self._send(batch)
 
     async def turns(self, pin: Pin) -> list[Served]:
-        lines = await self.redis.lrange(self._key("turns", pin.key), 0, -1)
+        with _needed():
+            lines = await self.redis.lrange(self._key("turns", pin.key), 0, -1)
         return [(engine, int(version)) for engine, version in (str(line).split() for line in lines)]
 
     async def remember(self, kind: str, name: str, value: Any) -> None:
@@ -178,7 +173,7 @@ class RedisPins(MemoryPins):
         self.told += 1
 
     async def tick(self, now: float) -> None:
-        for pin in [p for p in self.live.values() if not p.in_flight and now - p.last > self.active_s]:
+        for pin in [p for p in self.pins.values() if not p.in_flight and now - p.last > self.active_s]:
             self._sleep(pin)
             del self.pins[pin.key]  # Redis keeps it
         if now - self.synced < SYNC_S:
@@ -221,3 +216,12 @@ class RedisPins(MemoryPins):
             await batch.execute()
         except RedisError as error:
             log.warning("Redis missed an update (%s)", error)
+
+
+@contextmanager
+def _needed() -> Iterator[None]:
+    """What a request cannot do without. Raises StoreAway while Redis is away."""
+    try:
+        yield
+    except RedisError as error:
+        raise StoreAway(f"Redis does not answer ({error}); retry") from None

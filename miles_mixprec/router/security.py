@@ -16,16 +16,14 @@ from miles_mixprec.config import Router
 from miles_mixprec.errors import ConfigError
 from miles_mixprec.router.failures import Forbidden, Refused, Unauthorized
 
-HOP_BY_HOP = tuple(
-    istr(name)
-    for name in (
-        *("Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection"),
-        *("TE", "Trailer", "Transfer-Encoding", "Upgrade"),
-    )
-)  # RFC 9110 section 7.6.1
-NOT_TO_ENGINE = HOP_BY_HOP + tuple(map(istr, ("Host", "Content-Length", "Expect", "X-Mixprec-Min-Version")))
-NOT_TO_CLIENT = HOP_BY_HOP + tuple(map(istr, ("Date", "Server", "Content-Length")))
-ACCEPT_ENCODING, AUTHORIZATION, SESSION = istr("Accept-Encoding"), istr("Authorization"), istr("X-SMG-Routing-Key")
+_HOP_BY_HOP = (  # RFC 9110 section 7.6.1
+    *("Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection"),
+    *("TE", "Trailer", "Transfer-Encoding", "Upgrade"),
+)
+NOT_TO_ENGINE = tuple(map(istr, (*_HOP_BY_HOP, "Host", "Content-Length", "Expect", "X-Mixprec-Min-Version")))
+NOT_TO_CLIENT = tuple(map(istr, (*_HOP_BY_HOP, "Date", "Server", "Content-Length")))
+ACCEPT_ENCODING, AUTHORIZATION, CONNECTION = istr("Accept-Encoding"), istr("Authorization"), istr("Connection")
+SESSION = istr("X-SMG-Routing-Key")
 MAX_KEY = 256
 
 
@@ -45,6 +43,7 @@ class Access:
     def __init__(self, router: Router) -> None:
         self.client = token_from(router.client_token_env, "router.client_token_env")
         self.admin = token_from(router.admin_token_env, "router.admin_token_env")
+        self.guarded = self.client is not None or self.admin is not None  # the header is the router's own
 
     def check(self, request: web.BaseRequest, *, admin: bool = False) -> None:
         """Raises Unauthorized (no token) or Forbidden (the wrong one)."""
@@ -57,11 +56,6 @@ class Access:
         accepted = (needed,) if admin or self.admin is None else (needed, self.admin)
         if not any(hmac.compare_digest(token, given.encode()) for token in accepted):
             raise Forbidden(f"this token does not open {'administration' if admin else 'the router'}")
-
-    @property
-    def strips_authorization(self) -> bool:
-        """The Authorization header is the router's own and goes no further."""
-        return self.client is not None or self.admin is not None
 
 
 def engine_url(text: Any, allowed: Iterable[str]) -> str:
@@ -116,11 +110,8 @@ def to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 def _without(headers: CIMultiDictProxy[str], unwanted: tuple[istr, ...]) -> CIMultiDict[str]:
     kept = CIMultiDict(headers)
-    named = headers.get(unwanted[0])  # Connection
-    if named is not None:
-        for name in named.split(","):
-            kept.popall(name.strip(), None)
+    for name in headers.get(CONNECTION, "").split(","):
+        kept.popall(name.strip(), None)
     for name in unwanted:
-        if name in kept:
-            del kept[name]
+        kept.popall(name, None)
     return kept

@@ -15,9 +15,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
+from yarl import URL
 
 from miles_mixprec.config import Config, Fleet, Router
 from miles_mixprec.router.admin import Admin
@@ -27,7 +29,6 @@ from miles_mixprec.router.proxy import Proxy
 from miles_mixprec.router.security import Access
 from miles_mixprec.router.sessions import Journal, MemoryPins
 from miles_mixprec.router.state import LiveFleet
-from miles_mixprec.router.upstream import Upstream
 from miles_mixprec.router.watch import Watch, background
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,12 @@ PAGE = Path(__file__).with_name("page.html")
 TURNS = ("/generate", "/encode", "/classify", "/tokenize", "/detokenize", "/rerank", "/score", "/v1/{path:.+}")
 QUESTIONS = ("/get_model_info", "/model_info", "/get_server_info", "/server_info", "/health_generate", "/get_load")
 
+KEEP_ALIVE_S = 4.0  # below uvicorn's 5 s, so that engines do not close a connection under a request
+READ_BUFFER = 1024 * 1024
+CONNECT_S = 5.0
+
 PROXY = web.AppKey("proxy", Proxy)
 FLEET = web.AppKey("fleet", LiveFleet)
-PINS = web.AppKey("pins", MemoryPins)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -48,32 +52,41 @@ def build_app(router: Router, fleet: Fleet, *, run_id: str = "run") -> web.Appli
 
     `run_id` keeps the sessions of several runs apart in one Redis. Raises ConfigError for tokens that are not there.
     """
-    access, upstream = Access(router), Upstream()
-    pins = _pins(router, run_id)
+    access, pins = Access(router), _pins(router, run_id)
     live = LiveFleet(router, fleet, pins.active, time.monotonic)
-    proxy = Proxy(router, live, pins, access, upstream)
-    watch = Watch(proxy, live, pins, upstream)
+    proxy = Proxy(router, live, pins, access)
+    watch = Watch(proxy)
 
     async def life(app: web.Application) -> AsyncIterator[None]:
-        await pins.open(time.monotonic())
-        live.recall(pins.facts)
-        await upstream.open()
-        task = background(watch.run())
-        yield
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await watch.close()
-        await pins.close()
-        await upstream.close()
+        async with _client() as proxy.http:
+            await pins.open(time.monotonic())
+            live.recall(pins.facts)
+            task = background(watch.run())
+            yield
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await watch.close()
+            await pins.close()
 
     app = web.Application(client_max_size=router.max_body_mb * 2**20)
-    app[PROXY], app[FLEET], app[PINS] = proxy, live, pins
+    app[PROXY], app[FLEET] = proxy, live
     app.cleanup_ctx.append(life)
     _add_turns(app, proxy)
-    _add_admin(app, Admin(router, live, pins, watch, upstream), access)
-    _add_reports(app, live, pins, proxy, access)
+    _add_admin(app, Admin(proxy, watch), access)
+    _add_reports(app, proxy)
     app.router.add_route("*", "/{path:.*}", _guarded(_unknown, access))
     return app
+
+
+def _client() -> aiohttp.ClientSession:
+    """One connection pool to all engines."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        read_bufsize=READ_BUFFER,
+    )
 
 
 def _pins(router: Router, run_id: str) -> MemoryPins:
@@ -103,17 +116,17 @@ def _add_admin(app: web.Application, admin: Admin, access: Access) -> None:
     add("PUT", "/views/{view}", admin.put_view)
     add("POST", "/pools/{pool}/drain", admin.drain_pool)
     add("POST", "/pools/{pool}/undrain", admin.drain_pool)
-    add("POST", "/flush_cache", admin.flush_cache)
+    add("POST", "/flush_cache", admin.tell_engines)
     add("GET", "/workers", admin.get_workers, by_admin=False)
     add("GET", "/list_workers", admin.list_workers, by_admin=False)
     add("GET", "/sessions/{key:.+}", admin.get_session, by_admin=False)
     add("DELETE", "/sessions/{key:.+}", admin.delete_session, by_admin=False)
-    add("POST", "/abort_request", admin.abort_request, by_admin=False)
+    add("POST", "/abort_request", admin.tell_engines, by_admin=False)
 
 
-def _add_reports(app: web.Application, live: LiveFleet, pins: MemoryPins, proxy: Proxy, access: Access) -> None:
-    registry = CollectorRegistry()
-    registry.register(RouterCollector(live, pins, proxy))
+def _add_reports(app: web.Application, proxy: Proxy) -> None:
+    live, registry = proxy.fleet, CollectorRegistry()
+    registry.register(RouterCollector(proxy))
 
     async def health(request: web.Request) -> web.Response:
         """The router works and some pool answers; 503 while none does."""
@@ -131,7 +144,7 @@ def _add_reports(app: web.Application, live: LiveFleet, pins: MemoryPins, proxy:
         return web.json_response({"ready": not missing, "missing": missing}, status=503 if missing else 200)
 
     async def fleet(request: web.Request) -> web.Response:
-        return web.json_response(fleet_json(live, pins, proxy))
+        return web.json_response(fleet_json(proxy))
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
@@ -142,8 +155,8 @@ def _add_reports(app: web.Application, live: LiveFleet, pins: MemoryPins, proxy:
     app.router.add_get("/health", health)
     app.router.add_get("/ready", ready)
     app.router.add_get("/", page)
-    app.router.add_get("/fleet", _guarded(fleet, access))
-    app.router.add_get("/metrics", _guarded(metrics, access))
+    app.router.add_get("/fleet", _guarded(fleet, proxy.access))
+    app.router.add_get("/metrics", _guarded(metrics, proxy.access))
 
 
 async def _unknown(request: web.Request) -> web.Response:
@@ -169,22 +182,21 @@ async def serve(config: Config, *, ready_file: Path | None = None) -> None:
     router = config.router
     app = build_app(router, config.fleet, run_id=config.run_id)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, keepalive_timeout=75.0)
-    await runner.setup()
-    site = web.TCPSite(runner, router.host, router.port, backlog=4096, reuse_address=True)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    log.info("router of fleet %s at http://%s:%d", config.fleet.name, host, port)
-    if ready_file is not None:
-        address = {"host": host, "port": port, "url": f"http://{host}:{port}", "pid": os.getpid()}
-        partial = ready_file.with_name(ready_file.name + ".part")
-        partial.write_text(json.dumps(address))
-        partial.replace(ready_file)
-    gc.freeze()  # what is loaded stays; requests leave few cycles behind, so look for them less often
-    gc.set_threshold(20_000, 20, 50)
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
     try:
+        await runner.setup()
+        await web.TCPSite(runner, router.host, router.port, backlog=4096, reuse_address=True).start()
+        host, port = runner.addresses[0][:2]
+        url = str(URL.build(scheme="http", host=host, port=port))
+        log.info("router of fleet %s at %s", config.fleet.name, url)
+        if ready_file is not None:
+            partial = ready_file.with_name(ready_file.name + ".part")
+            partial.write_text(json.dumps({"host": host, "port": port, "url": url, "pid": os.getpid()}))
+            partial.replace(ready_file)
+        gc.freeze()  # what is loaded stays; requests leave few cycles behind, so look for them less often
+        gc.set_threshold(20_000, 20, 50)
         await stop.wait()
     finally:
         await runner.cleanup()

@@ -202,7 +202,7 @@ class Journal:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 kind, name, value = json.loads(line)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise ConfigError(f"router.journal={self.path}: line {number}: {error}; remove the file") from None
             yield kind, name, value
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +17,7 @@ from yarl import URL
 
 from miles_mixprec.config import Fleet, Router
 from miles_mixprec.router import assignment, capacity, gate
-from miles_mixprec.router.failures import Conflict, NoPool
+from miles_mixprec.router.failures import Conflict, NoPool, Refused
 
 if TYPE_CHECKING:
     from miles_mixprec.router.proxy import Turn
@@ -59,8 +62,6 @@ class Engine:
     returned: int = 0
     failed: int = 0
     lost: int = 0  # of the failed: replies that never came although the engine was done
-    addresses: dict[str, URL] = field(default_factory=dict)
-    labels: dict[istr, str] | None = None
 
     @property
     def id(self) -> str:
@@ -81,24 +82,16 @@ class Engine:
 
     def attribution(self, version: int) -> dict[istr, str]:
         """Reply headers that say where a turn was sampled; see docs/architecture.md, "Attribution"."""
-        if self.labels is None or self.labels[WEIGHT_VERSION] != str(version):
-            names = (POOL, ENGINE, VIEW, WEIGHT_VERSION)
-            self.labels = dict(zip(names, (self.pool.name, self.name, self.pool.view, str(version)), strict=True))
-        return self.labels
+        pool = self.pool
+        return {POOL: pool.name, ENGINE: self.name, VIEW: pool.view, WEIGHT_VERSION: str(version)}
 
     def address(self, path: str) -> URL:
-        """`url` + `path`; the few paths that matter are parsed once."""
-        found = self.addresses.get(path)
-        if found is None:
-            found = URL(self.url + path, encoded=True)
-            if len(self.addresses) < 64:
-                self.addresses[path] = found
-        return found
+        return URL(self.url + path, encoded=True)
 
 
 @dataclass(eq=False)
 class Pool:
-    """Engines of one precision and kernel family. `changed` wakes whoever waits for one of them."""
+    """Engines of one precision and kernel family."""
 
     name: str
     view: str
@@ -113,7 +106,7 @@ class Pool:
     turns: int = 0
     turn_seconds: float = 0.0
     share: float = 0.0
-    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def breaker(self) -> str:
@@ -133,18 +126,13 @@ class Pool:
 
     def wake(self) -> None:
         """Something that a waiting request may care about has changed."""
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self.woken.set()
+        self.woken = asyncio.Event()
 
     async def change(self, timeout_s: float) -> None:
         """Return at the next `wake`, or after `timeout_s`."""
-        waiter = asyncio.get_running_loop().create_future()
-        self.waiters.add(waiter)
-        try:
-            await asyncio.wait((waiter,), timeout=timeout_s)
-        finally:
-            self.waiters.discard(waiter)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.woken.wait(), timeout_s)
 
 
 class LiveFleet:
@@ -164,6 +152,7 @@ class LiveFleet:
             name: Pool(name, pool.view, pool.slots_per_engine, pool.max_share, pool.min_engines, declared=True)
             for name, pool in fleet.pools.items()
         }
+        self.declared_slots = fleet.slots
         self.declared_urls = {url.rstrip("/"): name for name, pool in fleet.pools.items() for url in pool.urls}
         self._tables: tuple[assignment.Table, assignment.Table] = ((), ())
         self._claims_left = 0.0
@@ -173,8 +162,55 @@ class LiveFleet:
     def engines(self) -> Iterator[Engine]:
         return itertools.chain.from_iterable(pool.engines.values() for pool in self.pools.values())
 
-    def pool_for(self, url: str, pool: str | None, view: str | None, slots: int | None) -> Pool:
-        """The pool that a registration belongs to. Raises Conflict rather than guess a precision."""
+    def register(
+        self,
+        url: str,
+        pool: str | None,
+        view: str | None = None,
+        *,
+        name: str | None = None,
+        slots: int | None = None,
+        state: str | None = None,
+        version: int | None = None,
+    ) -> Engine:
+        """Add an engine, or bring a known one (by name, else by URL) up to date; what is None stays as it is.
+
+        Raises Conflict rather than guess a precision, Refused for a name that is not of the pool.
+        """
+        home = self._pool_of(url, pool, view, slots)
+        if name is not None and not re.fullmatch(re.escape(home.name) + r"/[0-9]{1,6}", name):
+            raise Refused(f"engine {name!r}: engines of pool {home.name} are named {home.name}/0, {home.name}/1, ...")
+        known = self.urls.get(url)
+        if name is not None:
+            engine = home.engines.get(name)
+        else:
+            engine = known if known is not None and known.pool is home else None
+        if known is not None and known is not engine:
+            self.remove(known)  # the address has a new owner
+        self.pools[home.name] = home  # new, or removed with its last engine just now
+        if engine is None:
+            name = name or next(n for i in itertools.count() if (n := f"{home.name}/{i}") not in home.engines)
+            at_work = any(self.active.get(other.name, 0) for other in self.engines())
+            joined = self.clock() if at_work else -math.inf
+            engine = home.engines[name] = Engine(name, home, url, slots or home.slots_per_engine, joined)
+        elif engine.url != url:  # it came back at another address
+            del self.urls[engine.url]
+            engine.url, engine.joined = url, self.clock()
+            self.close_breaker(engine)
+        self.urls[url] = engine
+        if slots is not None:
+            engine.slots = slots
+        if state is not None and state != engine.state:
+            engine.state, engine.updating_since = state, self.clock()
+            if state == "updating":
+                engine.foreign = None  # whatever it loads now was published by the present run
+        if version is not None:
+            engine.claimed = version
+        self.believe(engine)
+        return engine
+
+    def _pool_of(self, url: str, pool: str | None, view: str | None, slots: int | None) -> Pool:
+        """The pool that a registration belongs to, perhaps a new one."""
         if pool is None:
             names = list(self.pools)
             pool = self.declared_urls.get(url) or ("default" if not names else names[0] if len(names) == 1 else None)
@@ -183,51 +219,10 @@ class LiveFleet:
                     f"engine {url} names no pool and the fleet has {len(names)} ({', '.join(names)}); register it "
                     "with POST /workers and a pool, or list it under fleet.pools.<pool>.urls"
                 )
-        known = self.pools.get(pool)
-        if known is None:
-            known = self.pools[pool] = Pool(pool, view or "bf16", slots or 1)
+        known = self.pools.get(pool) or Pool(pool, view or "bf16", slots or 1)
         if view is not None and view != known.view:
             raise Conflict(f"engine {url}: view {view}, but pool {pool} serves {known.view}; a pool has one view")
         return known
-
-    def register(
-        self, url: str, *, pool: Pool, name: str | None, slots: int | None, state: str | None, version: int | None
-    ) -> Engine:
-        """Add an engine, or bring a known one (by name, else by URL) up to date; what is None stays as it is."""
-        engine = pool.engines.get(name) if name is not None else None
-        known = self.urls.get(url)
-        if engine is None and known is not None and known.pool is pool and name in (None, known.name):
-            engine = known
-        elif known is not None and known is not engine:
-            self.remove(known)  # the address has a new owner
-        if engine is None:
-            name = name or next(n for i in itertools.count() if (n := f"{pool.name}/{i}") not in pool.engines)
-            at_work = any(self.active.get(other.name, 0) for other in self.engines())
-            joined = self.clock() if at_work else float("-inf")
-            engine = Engine(name, pool, url, slots or pool.slots_per_engine, joined)
-            pool.engines[name] = engine
-            self.urls[url] = engine
-        if engine.url != url:  # it came back at another address
-            self.urls.pop(engine.url, None)
-            self.urls[url] = engine
-            engine.url, engine.addresses = url, {}
-            engine.joined = self.clock()
-            self.close_breaker(engine)
-        if slots is not None:
-            engine.slots = slots
-        self.report(engine, state, version)
-        return engine
-
-    def report(self, engine: Engine, state: str | None, version: int | None) -> None:
-        """Take over what a sidecar says of its engine."""
-        if state is not None and state != engine.state:
-            engine.state = state
-            engine.updating_since = self.clock()
-            if state == "updating":
-                engine.foreign = None  # whatever it loads now was published by the present run
-        if version is not None:
-            engine.claimed = version
-        self.believe(engine)
 
     def believe(self, engine: Engine) -> None:
         """Recompute the version that the gate uses and let waiting requests look again."""
@@ -238,12 +233,9 @@ class LiveFleet:
 
     def remove(self, engine: Engine) -> None:
         """Forget an engine. Its turns in flight may finish; nothing new goes there."""
-        if engine.pool.engines.get(engine.name) is engine:
-            del engine.pool.engines[engine.name]
-        if self.urls.get(engine.url) is engine:
-            del self.urls[engine.url]
+        del engine.pool.engines[engine.name], self.urls[engine.url]
         if not engine.pool.engines and not engine.pool.declared:
-            self.pools.pop(engine.pool.name, None)
+            del self.pools[engine.pool.name]
         self.changed(engine.pool)
 
     def announce(self, view: str, version: int, run: str | None) -> None:
@@ -252,21 +244,20 @@ class LiveFleet:
         Several announce the same thing, so within a run the newest counts and older ones are heard too late. Another
         run may start lower, but a run that another one has followed never returns: raises Conflict.
         """
-        known = self.views.get(view)
-        if known is not None and known.run == run:
-            known.version = max(known.version, version)
-        elif known is not None and run in known.former:
+        known = self.views.setdefault(view, gate.View(run=run))
+        if run in known.former:
             raise Conflict(f"view {view}: run {run} is over, run {known.run} has followed it; use a new run id")
+        engines = [engine for engine in self.engines() if engine.pool.view == view]
+        if run == known.run:
+            known.version = max(known.version, version)
         else:
-            former = [] if known is None else [*known.former[-63:], known.run]
-            self.views[view] = gate.View(version, run, former)
-        for pool in self.pools.values():
-            if pool.view != view:
-                continue
-            for engine in pool.engines.values():
-                if known is not None and known.run != run and engine.version > version:
+            known.former = [*known.former[-63:], known.run]
+            known.version, known.run = version, run
+            for engine in engines:
+                if engine.version > version:
                     engine.foreign = engine.version
-            pool.wake()
+        for engine in engines:
+            engine.pool.wake()
 
     def recall(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over views, engines and drained pools that this router learned before a restart, or another one did."""
@@ -275,18 +266,16 @@ class LiveFleet:
             if known is None or known.run in former or (known.run == run and known.version < version):
                 self.announce(view, version, run)
                 self.views[view].former = former
-        engines = facts.get("engine", {})
-        for name, (url, pool, view, slots, state, version) in engines.items():
-            known_engine = self.urls.get(url)
-            if known_engine is None or known_engine.registration() != [url, pool, view, slots, state, version]:
+        for name, fact in facts.get("engine", {}).items():
+            url, pool, view, slots, state, version = fact
+            engine = self.urls.get(url)
+            if engine is None or engine.registration() != fact:
                 try:
-                    found = self.pool_for(url, pool, view, slots)
-                except Conflict as conflict:  # remembered from another configuration
-                    log.warning("%s is left out: %s", name, conflict)
-                    continue
-                self.register(url, pool=found, name=name, slots=slots, state=state, version=version)
-        for pool_name, pool_ in self.pools.items():
-            pool_.draining = pool_name in facts.get("drain", {})
+                    self.register(url, pool, view, name=name, slots=slots, state=state, version=version)
+                except Refused as refusal:  # remembered from another configuration
+                    log.warning("%s is left out: %s", name, refusal)
+        for drained in self.pools.values():
+            drained.draining = drained.name in facts.get("drain", {})
 
     def newest(self, view: str) -> int:
         known = self.views.get(view)
@@ -336,10 +325,8 @@ class LiveFleet:
         """Sessions that the engine may hold now."""
         if engine.breaker == "half-open":
             return 1
-        return max(1, int(engine.slots * self.policy_share(engine)))
-
-    def policy_share(self, engine: Engine) -> float:
-        return engine.pool.factor * capacity.ramp(self.clock() - engine.joined, self.policy)
+        ramp = capacity.ramp(self.clock() - engine.joined, self.policy)
+        return max(1, int(engine.slots * engine.pool.factor * ramp))
 
     def pool_active(self, pool: Pool) -> int:
         return sum(self.active.get(name, 0) for name in pool.engines)
@@ -353,14 +340,11 @@ class LiveFleet:
         }
         active = {name: self.pool_active(self.pools[name]) for name in room}
         caps = {name: self.pools[name].max_share for name in room}
+        shares = capacity.shares(room, caps)
         for pool in self.pools.values():
-            pool.share = 0.0
-        for name, share in capacity.shares(room, caps).items():
-            self.pools[name].share = share
-        self._tables = (
-            assignment.table(capacity.weights(room, caps, active, self.policy)),
-            assignment.table(room),
-        )
+            pool.share = shares.get(pool.name, 0.0)
+        weights = capacity.weights(room, caps, active, self.policy)
+        self._tables = assignment.table(weights), assignment.table(room)
         self._claims_left = max(1.0, self.policy.headroom * sum(room.values()) / 2)
 
     def candidates(self, key: str) -> Iterator[tuple[Engine, int]]:
@@ -375,14 +359,11 @@ class LiveFleet:
         wanted, able = self._tables
         if not able:
             raise NoPool("no pool takes new sessions: all are draining, unreachable or still starting; see GET /fleet")
-        return self._walk(key, wanted, able)
-
-    def _walk(self, key: str, wanted: assignment.Table, able: assignment.Table) -> Iterator[tuple[Engine, int]]:
         first = assignment.best(key, wanted)
-        if first is not None and first in self.pools:
+        if first is not None:
             yield from self.engines_for(key, self.pools[first])
         for name in dict.fromkeys(assignment.rank(key, wanted) + assignment.rank(key, able)):
-            if name != first and name in self.pools:
+            if name != first:
                 yield from self.engines_for(key, self.pools[name])
 
     def engines_for(self, key: str, pool: Pool) -> Iterator[tuple[Engine, int]]:

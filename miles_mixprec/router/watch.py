@@ -8,7 +8,9 @@ against which sidecars' reports are held.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 import signal
 from collections.abc import Coroutine
 from typing import Any
@@ -17,9 +19,7 @@ import aiohttp
 
 from miles_mixprec.router import capacity, gate
 from miles_mixprec.router.proxy import TICK_S, Proxy
-from miles_mixprec.router.sessions import MemoryPins
-from miles_mixprec.router.state import Engine, LiveFleet
-from miles_mixprec.router.upstream import Upstream
+from miles_mixprec.router.state import Engine
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +31,10 @@ UPDATE_GRACE_S = 900.0  # an engine may be silent for this long while it applies
 class Watch:
     """Background work of a router; `run` lasts until it is cancelled."""
 
-    def __init__(self, proxy: Proxy, fleet: LiveFleet, pins: MemoryPins, upstream: Upstream) -> None:
+    def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        self.fleet = fleet
-        self.pins = pins
-        self.upstream = upstream
+        self.fleet = proxy.fleet
+        self.pins = proxy.pins
         self.poll_s = proxy.router.poll_s
         self.probes: dict[Engine, asyncio.Task[None]] = {}
         self.due: dict[Engine, float] = {}
@@ -43,7 +42,7 @@ class Watch:
     async def run(self) -> None:
         control_at = self.fleet.clock() + CONTROL_S
         while True:
-            await asyncio.sleep(TICK_S if self.poll_s > TICK_S else self.poll_s)
+            await asyncio.sleep(min(TICK_S, self.poll_s))
             now = self.fleet.clock()
             self.proxy.sweep()
             self._probe_due(now)
@@ -59,9 +58,7 @@ class Watch:
         known = set(self.fleet.engines())
         for engine in self.due.keys() - known:
             del self.due[engine]
-            task = self.probes.pop(engine, None)
-            if task is not None:
-                task.cancel()
+            self.probes.pop(engine).cancel()
         for engine in known:
             task = self.probes.get(engine)
             if now >= self.due.get(engine, 0.0) and (task is None or task.done()):
@@ -94,7 +91,7 @@ class Watch:
 
     async def _look(self, engine: Engine) -> None:
         await asyncio.gather(self.read_version(engine), self._read_load(engine))
-        async with self.upstream.session.get(engine.address("/health")) as reply:
+        async with self.proxy.http.get(engine.address("/health")) as reply:
             reply.raise_for_status()
 
     async def read_version(self, engine: Engine) -> None:
@@ -113,9 +110,9 @@ class Watch:
         if not isinstance(loads, list) or not all(isinstance(load, dict) for load in loads):
             engine.missing_since = None
             return
-        engine.running = sum(_number(load, "num_running_reqs") for load in loads)
-        engine.queued = sum(_number(load, "num_waiting_reqs") for load in loads)
-        engine.kv_use = max((float(load.get("token_usage") or 0.0) for load in loads), default=0.0)
+        engine.running = int(sum(_number(load, "num_running_reqs") for load in loads))
+        engine.queued = int(sum(_number(load, "num_waiting_reqs") for load in loads))
+        engine.kv_use = max((_number(load, "token_usage") for load in loads), default=0.0)
         missing = sum(turn.progress < began for turn in engine.in_flight) - engine.running - engine.queued
         stamps = tuple(load.get("timestamp") for load in loads)
         stale = stamps == engine.load_stamps and None not in stamps  # its scheduler is busy with something else
@@ -129,11 +126,14 @@ class Watch:
         self.proxy.take_back_lost(engine)
 
     async def _json(self, engine: Engine, path: str) -> dict[str, Any] | None:
-        async with self.upstream.session.get(engine.address(path)) as reply:
-            if reply.status != 200:
-                return None
-            answer = await reply.json(content_type=None)
-            return answer if isinstance(answer, dict) else None
+        """The engine's answer; None for one that is no JSON object."""
+        async with self.proxy.http.get(engine.address(path)) as reply:
+            text = await reply.read()
+        try:
+            answer = json.loads(text) if reply.status == 200 else None
+        except (ValueError, RecursionError):
+            return None
+        return answer if isinstance(answer, dict) else None
 
     def _control(self) -> None:
         """Once per period: correct each pool's live factor by its load."""
@@ -179,6 +179,6 @@ def background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return task
 
 
-def _number(load: dict[str, Any], key: str) -> int:
+def _number(load: dict[str, Any], key: str) -> float:
     value = load.get(key)
-    return int(value) if isinstance(value, (int, float)) else 0
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else 0

@@ -19,7 +19,7 @@ from aiohttp import web
 @dataclass
 class FakeEngine:
     version: int | str = 0
-    mode: str = "normal"  # normal | hang | drop | half | trickle | storm | forget
+    mode: str = "normal"  # normal | hang | drop | half | trickle | storm | forget | garbage
     storm_status: int = 503
     healthy: bool = True
     reported_version: int | str | None = None  # a lie; None: the truth
@@ -71,6 +71,8 @@ class FakeEngine:
     async def _info(self, request: web.Request) -> web.Response:
         if self.mode == "hang":
             await asyncio.sleep(3600)
+        if self.mode == "garbage":
+            return web.Response(text="<html>")
         version = self.version if self.reported_version is None else self.reported_version
         return web.json_response({"model_path": "fake", "weight_version": str(version)})
 
@@ -82,7 +84,7 @@ class FakeEngine:
         load = {
             "num_running_reqs": self.running - self.forgotten,
             "num_waiting_reqs": self.queued,
-            "token_usage": self.kv_use,
+            "token_usage": [] if self.mode == "garbage" else self.kv_use,
         }
         return web.json_response({"loads": [load]})
 

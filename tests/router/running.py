@@ -15,7 +15,7 @@ from aiohttp import web
 
 from miles_mixprec.config import Fleet, Pool, Router
 from miles_mixprec.router.proxy import Proxy
-from miles_mixprec.router.server import FLEET, PINS, PROXY, build_app
+from miles_mixprec.router.server import PROXY, build_app
 from miles_mixprec.router.sessions import MemoryPins
 from miles_mixprec.router.state import LiveFleet
 
@@ -30,11 +30,11 @@ class Running:
 
     @property
     def fleet(self) -> LiveFleet:
-        return self.app[FLEET]
+        return self.proxy.fleet
 
     @property
     def pins(self) -> MemoryPins:
-        return self.app[PINS]
+        return self.proxy.pins
 
     @property
     def proxy(self) -> Proxy:

@@ -114,6 +114,8 @@ SMUGGLES = [
     b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
     b"POST /generate HTTP/1.1\r\nHost: x\r\nX-A: b\nX-B: c\r\n Content-Length: 3\r\n\r\nabc",
     b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc",
+    b"POST /workers HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc",
     b"POST http://evil.example/generate HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 0\r\n\r\n",
     b"GET //evil.example/model_info HTTP/1.1\r\nHost: x\r\n\r\n",
 ]

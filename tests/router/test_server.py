@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from fake_engine import engines
 from running import KEY, fleet_of, play, running, settings, until
+
+from miles_mixprec.router.proxy import TurnLost, _streams
 
 
 def test_turn_is_attributed_and_pinned() -> None:
@@ -101,6 +105,40 @@ def test_an_engine_without_a_pool_is_refused_when_it_could_be_several() -> None:
     play(scene)
 
 
+def test_a_refused_registration_leaves_nothing_behind() -> None:
+    async def scene() -> None:
+        async with engines(1) as (fake,), running() as router:
+            await router.call("POST", "/workers", {"url": fake.url, "pool": "new", "engine": "other/0"}, status=400)
+            assert not router.fleet.pools
+
+    play(scene)
+
+
+def test_an_engine_that_comes_back_under_another_name_replaces_the_former() -> None:
+    async def scene() -> None:
+        async with engines(1) as (fake,), running() as router:
+            for name in ("p/0", "p/1"):
+                await router.register(fake.url, "p", slots=4, engine=name)
+            workers = (await router.call("GET", "/workers"))["workers"]
+            assert [worker["engine"] for worker in workers] == ["p/1"]
+            assert list(router.pins.facts["engine"]) == ["p/1"], "a restarted router would know both at one address"
+            assert (await router.turn("s")).source[1] == "p/1"
+
+    play(scene)
+
+
+def test_an_engine_that_answers_nonsense_to_questions_serves_turns() -> None:
+    async def scene() -> None:
+        async with engines(1, mode="garbage") as (fake,), running() as router:
+            await router.register(fake.url, "p", slots=4, weight_version=0)
+            engine = next(router.fleet.engines())
+            engine.failures = 1
+            await until(lambda: engine.failures == 0)  # its /health is good
+            assert (await router.turn("s")).status == 200
+
+    play(scene)
+
+
 def test_streams_pass_as_they_come() -> None:
     async def scene() -> None:
         async with engines(1) as (fake,), running() as router:
@@ -171,6 +209,63 @@ def test_a_turn_that_has_begun_to_beat_is_broken_off_when_its_engine_dies() -> N
     play(scene)
 
 
+def test_a_heartbeat_that_was_due_when_an_engine_failed_does_not_name_it_for_anothers_reply() -> None:
+    async def scene() -> None:
+        async with engines(2) as fakes, running() as router:
+            for fake in fakes:
+                await router.register(fake.url, "p", slots=4)
+            waiting = asyncio.ensure_future(router.turn("s", turn="a", sleep=0.5))
+            await until(lambda: sum(fake.running for fake in fakes) == 1)
+            (turn,) = router.proxy.turns
+            assert turn.engine is not None
+            router.proxy.interrupt(turn, TurnLost("it died"))
+            router.proxy._beat(turn, turn.engine, time.monotonic())
+            with pytest.raises(aiohttp.ClientError):
+                await waiting
+            assert (await router.turn("s")).status == 200
+
+    play(scene)
+
+
+def test_a_client_that_leaves_as_its_reply_begins_is_not_the_engines_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        async with engines(1, mode="trickle") as (fake,), running() as router:
+            await router.register(fake.url, "p", slots=4)
+
+            prepare = web.StreamResponse.prepare
+
+            async def gone(self: web.StreamResponse, request: Any) -> Any:
+                if request.app is router.app and request.path == "/generate":
+                    raise ConnectionResetError("Cannot write to closing transport")
+                return await prepare(self, request)
+
+            monkeypatch.setattr(web.StreamResponse, "prepare", gone)
+            with pytest.raises(aiohttp.ClientError):
+                await router.turn("s")
+            assert router.proxy.hops.disconnected == 1 and len(fake.asked) == 1
+
+    play(scene)
+
+
+def test_a_nest_of_brackets_is_no_json() -> None:
+    async def scene() -> None:
+        nest = b'{"stream": true, "x":' + b"[" * 60_000
+        async with running() as router:
+            async with router.http.post(router.url + "/workers", data=nest) as reply:
+                assert reply.status == 400
+            assert _streams(nest), "nor does it end the router's background work"
+
+    play(scene)
+
+
+def test_an_engines_turns_may_all_be_sent_again() -> None:
+    async def scene() -> None:
+        async with running(fleet=fleet_of(a=("bf16", 2, 400))) as router:
+            assert router.proxy.retries_left == 800
+
+    play(scene)
+
+
 def test_full_fleet_pushes_back_and_frees_slots() -> None:
     async def scene() -> None:
         async with engines(1) as (fake,), running(settings(session_active_s=0.2)) as router:
@@ -221,11 +316,13 @@ def test_health_fleet_metrics_and_page() -> None:
             assert await router.call("GET", "/health") == {"status": "ok", "lost": ["b"]}
             assert (await router.call("GET", "/ready", status=503))["missing"] == {"b": {"serving": 0, "needed": 1}}
             await router.turn("s", turn="1")
+            await until(lambda: next(router.fleet.engines()).answered == 0)
             fleet = await router.call("GET", "/fleet")
             assert fleet["pools"]["a"]["active"] == 1 and fleet["pools"]["a"]["engines"]["a/0"]["returned"] == 1
             async with router.http.get(router.url + "/metrics") as reply:
                 text = await reply.text()
             assert 'mixprec_router_engine_sent_total{engine="a/0",pool="a"} 1.0' in text
+            assert 'mixprec_router_engine_answered{engine="a/0",pool="a"} 0.0' in text, "a version is no counter"
             async with router.http.get(router.url + "/") as reply:
                 assert "<title>Router</title>" in await reply.text()
 
@@ -277,3 +374,11 @@ def test_the_process_says_in_one_line_why_it_does_not_start(tmp_path: Path) -> N
     _, told = process.communicate(timeout=30)
     assert process.returncode == 1
     assert told.strip().startswith("router: router.gate=sometimes") and len(told.strip().splitlines()) == 1
+
+
+def test_the_process_says_in_one_line_that_its_port_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = start(tmp_path, port=taken.getsockname()[1])
+        _, told = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert told.strip().startswith("router: ") and "in use" in told and len(told.strip().splitlines()) == 1

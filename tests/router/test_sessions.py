@@ -15,14 +15,15 @@ from running import fleet_of, play, running, settings, until
 
 from miles_mixprec.config import Fleet, Router
 from miles_mixprec.errors import ConfigError
-from miles_mixprec.router.sessions import Journal, MemoryPins
+from miles_mixprec.router.failures import StoreAway
+from miles_mixprec.router.redis_pins import RedisPins
+from miles_mixprec.router.sessions import Journal, MemoryPins, Pin
 from miles_mixprec.router.state import Engine, LiveFleet
 
 
 def two_engines(pins: MemoryPins) -> list[Engine]:
     live = LiveFleet(Router(), Fleet(name="f", model="m", context_length=1), pins.active, time.monotonic)
-    pool = live.pool_for("http://h:1", "p", "bf16", 2)
-    return [live.register(f"http://h:{i}", pool=pool, name=None, slots=2, state=None, version=0) for i in range(2)]
+    return [live.register(f"http://h:{i}", "p", "bf16", slots=2, version=0) for i in range(2)]
 
 
 def test_a_slot_is_held_while_live_and_the_pin_until_idle() -> None:
@@ -178,6 +179,29 @@ def test_concurrent_first_turns_of_a_session_get_one_pin(redis_url: str) -> None
             for i in range(20):
                 replies = await asyncio.gather(*(router.turn(f"k{i}") for router in (one, two, one, two)))
                 assert len({reply.source for reply in replies}) == 1
+
+    play(scene)
+
+
+def test_sessions_of_a_lost_pool_leave_the_routers_memory(redis_url: str) -> None:
+    async def scene() -> None:
+        pins = RedisPins(redis_url, "lost", active_s=10, idle_s=100, most=3)
+        first, _ = two_engines(pins)
+        pin = await pins.claim("s", [(first, 2)], 0.0)
+        assert pin is not None
+        await pins.give_up(pin)
+        await pins.tick(11.0)
+        assert not pins.pins
+        await pins.close()
+
+    play(scene)
+
+
+def test_history_is_refused_while_redis_is_away() -> None:
+    async def scene() -> None:
+        pins = RedisPins("unix:///nonexistent/socket", "away", active_s=10, idle_s=100, most=3)
+        with pytest.raises(StoreAway, match="retry"):
+            await pins.turns(Pin("s", "p", "bf16", "p/0"))
 
     play(scene)
 
