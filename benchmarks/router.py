@@ -3,8 +3,8 @@
     python benchmarks/router.py [--rounds 3] [--seconds 4] [--only ours,miles,sglang]
 
 Engines and load are bare protocols on uvloop, each in its own process, so that the router is what is measured. Every
-round measures every router once, in turn; the table gives medians over rounds and ratios within the run. CPU is the
-router's own, user and system; memory is its peak resident set.
+round measures every router once, in turn; the table gives medians over rounds. CPU is the router's own, user and
+system; memory is its peak resident set.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -29,7 +29,16 @@ MAX_ENGINES = 4096
 MAX_VERSION = 2**53
 VERIFY_S = 2.0
 TELL_S = 10.0
-_POOL = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+NO_ANSWER = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+
+_FIELDS: dict[str, tuple[type, Callable[[Any], object], str]] = {  # type, condition, what a caller is told of it
+    "pool": (str, re.compile(r"[a-z0-9][a-z0-9_-]{0,39}").fullmatch, "1-40 of a-z 0-9 _ -, a letter or digit first"),
+    "view": (str, VIEWS.__contains__, f"use one of {', '.join(VIEWS)}"),
+    "engine": (str, bool, "a string like fp8/0"),
+    "slots": (int, range(1, 65537).__contains__, "an integer in 1..65536"),
+    "state": (str, STATES.__contains__, f"use one of {', '.join(STATES)}"),
+    "run": (str, lambda run: True, "a string"),
+}
 
 
 class Admin:
@@ -45,7 +54,7 @@ class Admin:
 
     async def post_worker(self, request: web.Request) -> web.Response:
         engine = await self._register(await _json_body(request))
-        return web.json_response({"status": "success", "id": engine.id, "worker_id": engine.id, **describe(engine)})
+        return web.json_response({"status": "success", "worker_id": engine.id, **_describe(engine)})
 
     async def add_worker(self, request: web.Request) -> web.Response:
         await self._register({"url": await _url_argument(request)})
@@ -55,19 +64,8 @@ class Admin:
 
     async def _register(self, body: dict[str, Any]) -> Engine:
         url = engine_url(body.get("url"), self.proxy.router.allowed_workers)
-        pool, name = _optional(body, "pool", str), _optional(body, "engine", str)
-        view, state = _optional(body, "view", str), _optional(body, "state", str)
-        slots, version = _optional(body, "slots", int), gate.parse(body.get("weight_version"))
-        if pool is not None and not _POOL.fullmatch(pool):
-            raise Refused(f"pool {pool!r}: 1-40 of a-z 0-9 _ -, starting with a letter or digit")
-        if view is not None:
-            _one_of("view", view, VIEWS)
-        if state is not None:
-            _one_of("state", state, STATES)
-        if slots is not None and not 1 <= slots <= 65536:
-            raise Refused(f"slots {slots}: must lie in 1..65536")
-        if version is not None and not 0 <= version < MAX_VERSION:
-            raise Refused(f"weight_version {version}: must lie in 0..2^53")
+        pool, view, name, slots, state = (_field(body, key) for key in ("pool", "view", "engine", "slots", "state"))
+        version = _version(body, "weight_version")
         former = self.fleet.urls.get(url)
         if former is None and len(self.fleet.urls) >= MAX_ENGINES:
             raise Refused(f"{MAX_ENGINES} engines are registered; remove some first")
@@ -76,7 +74,7 @@ class Admin:
             await self.pins.remember("engine", former.name, None)
         await self.pins.remember("engine", engine.name, engine.registration())
         if version is not None:  # hold the claim against the engine's own answer before the gate believes it
-            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):  # its next probe asks again
+            with contextlib.suppress(*NO_ANSWER):  # its next probe asks again
                 await asyncio.wait_for(self.watch.read_version(engine), VERIFY_S)
         return engine
 
@@ -101,7 +99,7 @@ class Admin:
         await self.pins.remember("engine", engine.name, None)
 
     async def get_workers(self, request: web.Request) -> web.Response:
-        workers = [{"id": engine.id, **describe(engine)} for engine in self.fleet.engines()]
+        workers = [_describe(engine) for engine in self.fleet.engines()]
         return web.json_response({"workers": workers, "total": len(workers)})
 
     async def list_workers(self, request: web.Request) -> web.Response:
@@ -110,11 +108,10 @@ class Admin:
     # -- views and pools ----------------------------------------------------------------------------------------
 
     async def put_view(self, request: web.Request) -> web.Response:
-        view = request.match_info["view"]
-        _one_of("view", view, VIEWS)
+        view = _field(request.match_info, "view")
         body = await _json_body(request)
-        version, run = gate.parse(body.get("version")), _optional(body, "run", str)
-        if version is None or not 0 <= version < MAX_VERSION:
+        version, run = _version(body, "version"), _field(body, "run")
+        if version is None:
             raise Refused(f"view {view}: version must be an integer in 0..2^53, got {body.get('version')!r}")
         self.fleet.announce(view, version, run)
         known = self.fleet.views[view]
@@ -164,7 +161,7 @@ class Admin:
                 ) as reply:
                     await reply.read()
                     return reply.status
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            except NO_ANSWER:
                 return 0
 
         engines = [engine for engine in self.fleet.engines() if engine.breaker != "open"]
@@ -174,9 +171,10 @@ class Admin:
         return web.json_response(answer, status=200 if done else 502)
 
 
-def describe(engine: Engine) -> dict[str, Any]:
+def _describe(engine: Engine) -> dict[str, Any]:
     """An engine in the words of registration, with what is known of it."""
     return {
+        "id": engine.id,
         "url": engine.url,
         "pool": engine.pool.name,
         "view": engine.pool.view,
@@ -202,16 +200,21 @@ async def _json_body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _optional(body: dict[str, Any], key: str, kind: type) -> Any:
+def _field(body: Mapping[str, Any], key: str) -> Any:
+    """What `body` says under `key`, None if nothing. Raises Refused for a value that will not do."""
     value = body.get(key)
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise Refused(f"{key} must be {'an integer' if kind is int else 'a string'}, got {value!r:.80}")
+    if value is not None:
+        kind, good, rule = _FIELDS[key]
+        if not isinstance(value, kind) or isinstance(value, bool) or not good(value):
+            raise Refused(f"{key} {value!r:.80}: {rule}")
     return value
 
 
-def _one_of(what: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise Refused(f"{what} {value!r}: use one of {', '.join(known)}")
+def _version(body: Mapping[str, Any], key: str) -> int | None:
+    version = gate.parse(body.get(key))
+    if version is not None and not 0 <= version < MAX_VERSION:
+        raise Refused(f"{key} {version}: must lie in 0..2^53")
+    return version
 
 
 async def _url_argument(request: web.Request) -> Any:

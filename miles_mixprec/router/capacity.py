@@ -2,9 +2,9 @@
 
 Declared slots are the prior. Each control period the load that the engines report corrects them:
 
-    pressure  = max(p90 turn latency / target, KV use / kv_high, queued / running / queue_high)
+    pressure  = max(p90 turn latency / target, KV use / KV_HIGH, queued / running / QUEUE_HIGH)
     factor   -> active / (pressure * slots)   when pressure > 1        (what the pool can hold, measured)
-    factor   -> factor * recovery             when pressure < relief   (never above 1)
+    factor   -> factor * RECOVERY             when pressure < RELIEF   (never above 1)
     factor    = factor                        between the two          (hysteresis)
 
 The first line does not wind up: while pinned sessions drain, `active / pressure` stays where it is. Numeric example:
@@ -22,20 +22,14 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class Policy:
-    """Constants of the control law; the target is the fleet's `router.turn_latency_target_s`."""
-
-    target_s: float  # p90 latency of a turn
-    kv_high: float = 0.9  # share of the KV cache beyond which engines evict and prefill again
-    queue_high: float = 0.25  # queued requests per running one
-    relief: float = 0.85  # pressure below which capacity is given back
-    approach: float = 0.3  # share of the way to the measured capacity that one period goes
-    recovery: float = 1.05  # growth per period under relief
-    floor: float = 0.1  # a pool keeps this share of its slots, or nothing would show its recovery
-    ramp_s: float = 60.0  # a new engine takes its full slots after this long
-    headroom: float = 0.05  # share of the fleet's capacity, in new sessions, over which weights are spread
+KV_HIGH = 0.9  # share of the KV cache beyond which engines evict and prefill again
+QUEUE_HIGH = 0.25  # queued requests per running one
+RELIEF = 0.85  # pressure below which capacity is given back
+APPROACH = 0.3  # share of the way to the measured capacity that one period goes
+RECOVERY = 1.05  # growth per period under relief
+FLOOR = 0.1  # a pool keeps this share of its slots, or nothing would show its recovery
+RAMP_S = 60.0  # a new engine takes its full slots after this long
+HEADROOM = 0.05  # share of the fleet's capacity, in new sessions, over which weights are spread
 
 
 @dataclass(frozen=True)
@@ -49,27 +43,30 @@ class Load:
     turn_p90_s: float | None = None
 
 
-def pressure(load: Load, policy: Policy) -> float:
-    """How far the pool is beyond (above 1) or below its limits; the worst of latency, KV cache and queue."""
-    latency = 0.0 if load.turn_p90_s is None else load.turn_p90_s / policy.target_s
-    queue = load.queued / max(load.running, 1) / policy.queue_high
-    return max(latency, load.kv_use / policy.kv_high, queue if load.queued > 1 else 0.0)
+def pressure(load: Load, target_s: float) -> float:
+    """How far the pool is beyond (above 1) or below its limits; the worst of latency, KV cache and queue.
+
+    `target_s` is the p90 latency of a turn that is aimed at, `router.turn_latency_target_s`.
+    """
+    latency = 0.0 if load.turn_p90_s is None else load.turn_p90_s / target_s
+    queue = load.queued / max(load.running, 1) / QUEUE_HIGH
+    return max(latency, load.kv_use / KV_HIGH, queue if load.queued > 1 else 0.0)
 
 
-def adjust(factor: float, slots: float, load: Load, policy: Policy) -> float:
-    """The pool's next live factor, in [floor, 1], from the present one and a period's load."""
-    stress = pressure(load, policy)
+def adjust(factor: float, slots: float, load: Load, target_s: float) -> float:
+    """The pool's next live factor, in [FLOOR, 1], from the present one and a period's load."""
+    stress = pressure(load, target_s)
     if stress > 1:
         measured = load.active / (stress * slots)
-        factor += policy.approach * min(measured - factor, 0.0)
-    elif stress < policy.relief:
-        factor *= policy.recovery
-    return min(max(factor, policy.floor), 1.0)
+        factor += APPROACH * min(measured - factor, 0.0)
+    elif stress < RELIEF:
+        factor *= RECOVERY
+    return min(max(factor, FLOOR), 1.0)
 
 
-def ramp(age_s: float, policy: Policy) -> float:
+def ramp(age_s: float) -> float:
     """Share of its slots that an engine takes `age_s` seconds after it joined a fleet at work."""
-    return min(1.0, max(policy.floor, age_s / policy.ramp_s))
+    return min(1.0, max(FLOOR, age_s / RAMP_S))
 
 
 def shares(capacity: Mapping[str, float], caps: Mapping[str, float]) -> dict[str, float]:
@@ -99,13 +96,10 @@ def shares(capacity: Mapping[str, float], caps: Mapping[str, float]) -> dict[str
     return result
 
 
-def weights(
-    capacity: Mapping[str, float], caps: Mapping[str, float], active: Mapping[str, int], policy: Policy
-) -> dict[str, float]:
+def weights(capacity: Mapping[str, float], caps: Mapping[str, float], active: Mapping[str, int]) -> dict[str, float]:
     """Weights of a new session over the pools, in sessions: each pool's room up to its share of the live sessions."""
     target = shares(capacity, caps)
-    headroom = max(1.0, policy.headroom * sum(capacity.values()))
-    total = sum(active.get(name, 0) for name in capacity) + headroom
+    total = sum(active.get(name, 0) for name in capacity) + max(1.0, HEADROOM * sum(capacity.values()))
     return {name: max(0.0, share * total - active.get(name, 0)) for name, share in target.items()}
 
 

@@ -57,6 +57,7 @@ class Turn:
     started: float
     task: asyncio.Task[Any]
     engine: Engine | None = None
+    version: int = 0  # the engine's, when the turn was sent
     attempts: int = 0
     sent_at: float = 0.0
     progress: float = 0.0  # loop time at which it was sent or a byte of its reply came
@@ -250,8 +251,7 @@ class Proxy:
     async def _exchange(self, turn: Turn, engine: Engine) -> web.StreamResponse:
         """Send the turn to `engine` and pass its reply back. Raises TurnLost, Deadline."""
         request = turn.request
-        version = engine.version
-        turn.engine, turn.answered = engine, False
+        turn.engine, turn.version, turn.answered = engine, engine.version, False
         turn.sent_at = turn.progress = turn.last_beat = self._now()
         engine.sent += 1
         engine.in_flight.add(turn)
@@ -271,7 +271,7 @@ class Proxy:
                     await asyncio.wait((turn.beating,))
                 if upstream.status in RETRYABLE and turn.commit is None and self._may_retry(turn):
                     raise self._lost(engine, f"status {upstream.status}")
-                response = await self._reply(turn, engine, version, upstream)
+                response = await self._reply(turn, engine, upstream)
             whole = True
             return response
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
@@ -292,20 +292,18 @@ class Proxy:
             else:
                 engine.failed += 1
 
-    async def _reply(
-        self, turn: Turn, engine: Engine, version: int, upstream: aiohttp.ClientResponse
-    ) -> web.StreamResponse:
+    async def _reply(self, turn: Turn, engine: Engine, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
         if turn.commit is not None and upstream.status != 200:
             raise self._lost(engine, f"status {upstream.status} after heartbeats had begun")
         headers = to_client(upstream.headers)
         if upstream.status in RETRYABLE:
             headers.setdefault("Retry-After", "1")  # the engine's trouble, not the end of the session
         if turn.pin is not None:
-            headers.update(engine.attribution(version))
+            headers.update(engine.attribution(turn.version))
         size = upstream.content_length
         if turn.commit is None and size is not None and size <= SMALL_REPLY:
             body = await upstream.read()
-            await self._completed(turn, engine, version, upstream.status)
+            await self._completed(turn, engine, upstream.status)
             return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=body)
         response = turn.commit
         if response is None:
@@ -317,18 +315,18 @@ class Proxy:
         async for chunk in upstream.content.iter_any():
             turn.progress = engine.progress = self._now()
             await _client_takes(response.write(chunk))
-        await self._completed(turn, engine, version, upstream.status)
+        await self._completed(turn, engine, upstream.status)
         await _client_takes(response.write_eof())
         return response
 
-    async def _completed(self, turn: Turn, engine: Engine, version: int, status: int) -> None:
+    async def _completed(self, turn: Turn, engine: Engine, status: int) -> None:
         if status in RETRYABLE:
             self._engine_failed(engine)
             return
         now = self._now()
         self.fleet.succeeded(engine, now)
         if turn.pin is not None and status < 400:
-            await self.pins.record(turn.pin, engine.name, version)
+            await self.pins.record(turn.pin, engine.name, turn.version)
             engine.pool.answered(now - turn.sent_at)
 
     def _engine_failed(self, engine: Engine) -> None:
@@ -401,7 +399,7 @@ class Proxy:
         """A blank before the JSON: the connection carries bytes, and parsers skip it (RFC 8259 section 2)."""
         try:
             if turn.commit is None:
-                turn.commit = web.StreamResponse(status=200, headers=engine.attribution(engine.version))
+                turn.commit = web.StreamResponse(status=200, headers=engine.attribution(turn.version))
                 turn.commit.content_type = "application/json"
                 await turn.commit.prepare(turn.request)
             await turn.commit.write(b" ")
@@ -422,7 +420,7 @@ class _Asked(msgspec.Struct):
 
 
 def _streams(body: bytes) -> bool:
-    """The client asked for server-sent events, which need no heartbeat and would not survive one, or perhaps did."""
+    """The client asked for server-sent events, which need no heartbeat and would not survive one; or may have."""
     try:
         return bool(msgspec.json.decode(body, type=_Asked).stream)
     except (msgspec.DecodeError, RecursionError):

@@ -116,7 +116,7 @@ class RedisPins(MemoryPins):
     async def move(self, pin: Pin, engine: Engine) -> None:
         before = pin.engine
         await super().move(pin, engine)
-        if pin.lasting:
+        if self._kept(pin):
             batch = self.redis.pipeline(transaction=False)
             batch.hset(self._key("pin", pin.key), "engine", engine.name)
             batch.zrem(self._key("live", before), pin.key)
@@ -139,13 +139,13 @@ class RedisPins(MemoryPins):
 
     async def give_up(self, pin: Pin) -> None:
         await super().give_up(pin)
-        if pin.lasting:
+        if self._kept(pin):
             batch = self.redis.pipeline(transaction=False)
             batch.zrem(self._key("live", pin.engine), pin.key)
             await self._send(batch)
 
     async def record(self, pin: Pin, engine: str, version: int) -> None:
-        if not pin.lasting:
+        if not self._kept(pin):
             return
         batch = self.redis.pipeline(transaction=False)
         turns, expiry = self._key("turns", pin.key), int(self.idle_s) + 1
@@ -199,13 +199,13 @@ class RedisPins(MemoryPins):
         """Give a sign of life for turns in flight, and count everybody's live sessions."""
         wall, engines = time.time(), list(self.facts.get("engine", {}))
         batch = self.redis.pipeline(transaction=False)
-        for pin in self.live.values():
+        for pin in self.live:
             if pin.in_flight and pin.lasting:
                 batch.zadd(self._key("live", pin.engine), {pin.key: wall})
         for engine in engines:
             batch.zcount(self._key("live", engine), wall - self.active_s, "+inf")
         counts = (await batch.execute())[-len(engines) :] if engines else []
-        passing = [pin.engine for pin in self.live.values() if not pin.lasting]
+        passing = [pin.engine for pin in self.live if not pin.lasting]
         self.active.clear()
         self.active.update(dict(zip(engines, counts, strict=True)))
         self.active.update(passing)

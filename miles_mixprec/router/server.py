@@ -1,7 +1,4 @@
-"""The router as an aiohttp application and as a process.
-
-python -m miles_mixprec.router --config run.yaml --ready-file router.json
-"""
+"""The router as an aiohttp application and as a process."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from miles_mixprec.router.proxy import Proxy
 from miles_mixprec.router.security import Access
 from miles_mixprec.router.sessions import Journal, MemoryPins
 from miles_mixprec.router.state import LiveFleet
-from miles_mixprec.router.watch import Watch, background
+from miles_mixprec.router.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ def build_app(router: Router, fleet: Fleet, *, run_id: str = "run") -> web.Appli
     `run_id` keeps the sessions of several runs apart in one Redis. Raises ConfigError for tokens that are not there.
     """
     access, pins = Access(router), _pins(router, run_id)
-    live = LiveFleet(router, fleet, pins.active, time.monotonic)
+    live = LiveFleet(fleet, pins.active, time.monotonic)
     proxy = Proxy(router, live, pins, access)
     watch = Watch(proxy)
 
@@ -61,11 +58,10 @@ def build_app(router: Router, fleet: Fleet, *, run_id: str = "run") -> web.Appli
         async with _client() as proxy.http:
             await pins.open(time.monotonic())
             live.recall(pins.facts)
-            task = background(watch.run())
+            task = asyncio.ensure_future(watch.run())
             yield
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await watch.close()
             await pins.close()
 
     app = web.Application(client_max_size=router.max_body_mb * 2**20)

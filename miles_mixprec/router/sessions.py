@@ -36,9 +36,12 @@ class Pin:
     engine: str
     last: float = 0.0  # clock of its last turn's start or end
     in_flight: int = 0
-    live: bool = False
     lasting: bool = True  # False: a single turn without a session key
     turns: list[Served] = field(default_factory=list)  # equal neighbours share one tuple
+
+    @property
+    def home(self) -> list[str]:
+        return [self.pool, self.view, self.engine]
 
 
 class MemoryPins:
@@ -54,7 +57,7 @@ class MemoryPins:
         self.most = most
         self.journal = journal
         self.pins: dict[str, Pin] = {}
-        self.live: dict[str, Pin] = {}
+        self.live: set[Pin] = set()
         self.active: Counter[str] = Counter()
         self.facts: dict[str, dict[str, Any]] = {}
 
@@ -68,7 +71,8 @@ class MemoryPins:
             elif value is None:
                 self.pins.pop(name, None)
             else:
-                self.pins[name] = Pin(name, value[0], value[1], value[2], now)
+                pool, view, engine = value
+                self.pins[name] = Pin(name, pool, view, engine, now)
         self.journal.rewrite(self._lines())
 
     async def close(self) -> None:
@@ -98,7 +102,7 @@ class MemoryPins:
     async def move(self, pin: Pin, engine: Engine) -> None:
         """Re-pin within the pool."""
         assert engine.pool.name == pin.pool
-        if pin.live:
+        if pin in self.live:
             self.active[pin.engine] -= 1
             self.active[engine.name] += 1
         pin.engine = engine.name
@@ -136,10 +140,10 @@ class MemoryPins:
 
     async def tick(self, now: float) -> None:
         """Turn live sessions without turns dormant and forget those dormant for too long."""
-        for pin in [p for p in self.live.values() if not p.in_flight and now - p.last > self.active_s]:
+        for pin in [p for p in self.live if not p.in_flight and now - p.last > self.active_s]:
             self._sleep(pin)
         if len(self.pins) > len(self.live):
-            for pin in [p for p in self.pins.values() if not p.live and now - p.last > self.idle_s]:
+            for pin in [p for p in self.pins.values() if p not in self.live and now - p.last > self.idle_s]:
                 del self.pins[pin.key]
         if self.journal is not None and self.journal.lines > 2 * len(self.pins) + 10_000:
             self.journal.rewrite(self._lines())
@@ -148,8 +152,7 @@ class MemoryPins:
         """A turn starts."""
         pin.last = now
         pin.in_flight += 1
-        if not pin.live:
-            self._wake(pin)
+        self._wake(pin)
 
     def leave(self, pin: Pin, now: float) -> None:
         """A turn ends, however."""
@@ -162,25 +165,27 @@ class MemoryPins:
         self._note(pin)
         return pin
 
+    def _kept(self, pin: Pin) -> bool:
+        """Outlives its turn: neither a single turn nor released while that was under way."""
+        return pin.lasting and self.pins.get(pin.key) is pin
+
     def _note(self, pin: Pin) -> None:
-        if self.journal is not None and pin.lasting:
-            self.journal.write("pin", pin.key, [pin.pool, pin.view, pin.engine])
+        if self.journal is not None and self._kept(pin):
+            self.journal.write("pin", pin.key, pin.home)
 
     def _lines(self) -> Iterator[tuple[str, str, Any]]:
         for kind, facts in self.facts.items():
             yield from ((kind, name, value) for name, value in facts.items())
-        yield from (("pin", p.key, [p.pool, p.view, p.engine]) for p in self.pins.values() if p.lasting)
+        yield from (("pin", pin.key, pin.home) for pin in self.pins.values() if pin.lasting)
 
     def _wake(self, pin: Pin) -> None:
-        if self.pins.get(pin.key) is pin:  # not one that was released while its turn was under way
-            pin.live = True
-            self.live[pin.key] = pin
+        if pin not in self.live and self.pins.get(pin.key) is pin:
+            self.live.add(pin)
             self.active[pin.engine] += 1
 
     def _sleep(self, pin: Pin) -> None:
-        if pin.live:
-            pin.live = False
-            del self.live[pin.key]
+        if pin in self.live:
+            self.live.remove(pin)
             self.active[pin.engine] -= 1
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from multidict import istr
 from yarl import URL
 
-from miles_mixprec.config import Fleet, Router
+from miles_mixprec.config import Fleet
 from miles_mixprec.router import assignment, capacity, gate
 from miles_mixprec.router.failures import Conflict, NoPool, Refused
 
@@ -141,9 +141,7 @@ class LiveFleet:
     `active` gives the live sessions of each engine by name. Everything here runs on one event loop and never waits.
     """
 
-    def __init__(self, router: Router, fleet: Fleet, active: Mapping[str, int], clock: Callable[[], float]) -> None:
-        self.router = router
-        self.policy = capacity.Policy(target_s=router.turn_latency_target_s)
+    def __init__(self, fleet: Fleet, active: Mapping[str, int], clock: Callable[[], float]) -> None:
         self.active = active
         self.clock = clock
         self.views: dict[str, gate.View] = {}
@@ -325,8 +323,7 @@ class LiveFleet:
         """Sessions that the engine may hold now."""
         if engine.breaker == "half-open":
             return 1
-        ramp = capacity.ramp(self.clock() - engine.joined, self.policy)
-        return max(1, int(engine.slots * engine.pool.factor * ramp))
+        return max(1, int(engine.slots * engine.pool.factor * capacity.ramp(self.clock() - engine.joined)))
 
     def pool_active(self, pool: Pool) -> int:
         return sum(self.active.get(name, 0) for name in pool.engines)
@@ -343,9 +340,8 @@ class LiveFleet:
         shares = capacity.shares(room, caps)
         for pool in self.pools.values():
             pool.share = shares.get(pool.name, 0.0)
-        weights = capacity.weights(room, caps, active, self.policy)
-        self._tables = assignment.table(weights), assignment.table(room)
-        self._claims_left = max(1.0, self.policy.headroom * sum(room.values()) / 2)
+        self._tables = assignment.table(capacity.weights(room, caps, active)), assignment.table(room)
+        self._claims_left = max(1.0, capacity.HEADROOM * sum(room.values()) / 2)
 
     def candidates(self, key: str) -> Iterator[tuple[Engine, int]]:
         """Engines for a new session with their limits, best first. Raises NoPool if no pool takes sessions.

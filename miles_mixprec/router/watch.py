@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import signal
-from collections.abc import Coroutine
 from typing import Any
 
 import aiohttp
@@ -40,6 +39,17 @@ class Watch:
         self.due: dict[Engine, float] = {}
 
     async def run(self) -> None:
+        try:
+            await self._run()
+        except Exception:  # without this work the router would serve blindly
+            log.critical("the router's background work failed", exc_info=True)
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            for task in self.probes.values():
+                task.cancel()
+            await asyncio.gather(*self.probes.values(), return_exceptions=True)
+
+    async def _run(self) -> None:
         control_at = self.fleet.clock() + CONTROL_S
         while True:
             await asyncio.sleep(min(TICK_S, self.poll_s))
@@ -148,7 +158,8 @@ class Watch:
                 kv_use=max(engine.kv_use for engine in engines),
                 turn_p90_s=pool.latencies.quantile(0.9),
             )
-            before, pool.factor = pool.factor, capacity.adjust(pool.factor, pool.slots or 1, load, self.fleet.policy)
+            target_s = self.proxy.router.turn_latency_target_s
+            before, pool.factor = pool.factor, capacity.adjust(pool.factor, pool.slots or 1, load, target_s)
             pool.latencies.fade(FADE)
             if abs(pool.factor - before) > 0.05:
                 log.info("pool %s: live capacity %.0f%% of its slots (%s)", pool.name, 100 * pool.factor, load)
@@ -159,24 +170,6 @@ class Watch:
         told = self.pins.facts.get("engine", {})
         for engine in [engine for engine in self.fleet.engines() if engine.name not in told]:
             self.fleet.remove(engine)
-
-    async def close(self) -> None:
-        for task in self.probes.values():
-            task.cancel()
-        await asyncio.gather(*self.probes.values(), return_exceptions=True)
-
-
-def background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run `work` beside the server. A router without it would serve blindly, so its failure ends the process."""
-    task = asyncio.ensure_future(work)
-
-    def tell(done: asyncio.Task[None]) -> None:
-        if not done.cancelled() and done.exception() is not None:
-            log.critical("the router's background work failed", exc_info=done.exception())
-            signal.raise_signal(signal.SIGTERM)
-
-    task.add_done_callback(tell)
-    return task
 
 
 def _number(load: dict[str, Any], key: str) -> float:

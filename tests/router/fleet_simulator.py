@@ -77,7 +77,6 @@ class Fleet:
     def run(self, hours: float, observe_last: float) -> Fleet:
         """Play `hours`; record what happens in the last `observe_last` hours."""
         self.rng = random.Random(self.seed)
-        self.policy = capacity.Policy(target_s=self.target_s)
         self.end = 3600 * hours
         self.since = self.end - 3600 * observe_last
         self.pools = {name: PoolState(kind) for name, kind in self.kinds.items()}
@@ -106,7 +105,7 @@ class Fleet:
         if self.adaptive:
             sizes = {name: self._limit(pool) for name, pool in self.pools.items()}
             active = {name: pool.sessions for name, pool in self.pools.items()}
-            weights = capacity.weights(sizes, {}, active, self.policy)
+            weights = capacity.weights(sizes, {}, active)
         else:
             weights = {name: float(pool.kind.total) for name, pool in self.pools.items()}
         for name in assignment.rank(key, assignment.table(weights)):
@@ -159,7 +158,7 @@ class Fleet:
                 kv_use=min(1.0, pool.kv_use),
                 turn_p90_s=pool.latencies.quantile(0.9),
             )
-            pool.factor = capacity.adjust(pool.factor, pool.kind.total, load, self.policy)
+            pool.factor = capacity.adjust(pool.factor, pool.kind.total, load, self.target_s)
             pool.latencies.fade(0.95**6)
         self._at(self.now + 30.0, "control", None)
 

@@ -9,9 +9,9 @@ from fleet_simulator import Fleet, Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_mixprec.router.capacity import Latencies, Load, Policy, adjust, pressure, ramp, shares, weights
+from miles_mixprec.router.capacity import FLOOR, Latencies, Load, adjust, pressure, ramp, shares, weights
 
-POLICY = Policy(target_s=10.0)
+TARGET_S = 10.0
 
 
 @pytest.mark.parametrize(
@@ -25,25 +25,25 @@ POLICY = Policy(target_s=10.0)
     ],
 )
 def test_pressure(load: Load, expected: float) -> None:
-    assert pressure(load, POLICY) == pytest.approx(expected)
+    assert pressure(load, TARGET_S) == pytest.approx(expected)
 
 
 def test_a_slow_pool_shrinks_to_what_it_can_hold_and_no_further_while_it_drains() -> None:
     factor = 1.0
     for _ in range(50):  # its 48 pinned sessions stay
-        factor = adjust(factor, 48, Load(active=48, turn_p90_s=13.0), POLICY)
+        factor = adjust(factor, 48, Load(active=48, turn_p90_s=13.0), TARGET_S)
     assert factor * 48 == pytest.approx(48 / 1.3, rel=0.01)
-    held = adjust(factor, 48, Load(active=37, turn_p90_s=9.5), POLICY)
+    held = adjust(factor, 48, Load(active=37, turn_p90_s=9.5), TARGET_S)
     assert held == factor, "between relief and target nothing changes"
     for _ in range(50):
-        factor = adjust(factor, 48, Load(active=20, turn_p90_s=4.0), POLICY)
+        factor = adjust(factor, 48, Load(active=20, turn_p90_s=4.0), TARGET_S)
     assert factor == 1.0
 
 
 @given(st.floats(0.01, 1), st.integers(0, 500), st.floats(0, 1), st.floats(0, 1e4), st.integers(0, 500))
 def test_a_factor_keeps_its_bounds(factor: float, active: int, kv: float, p90: float, queued: int) -> None:
     load = Load(active=active, running=active, queued=queued, kv_use=kv, turn_p90_s=p90)
-    assert POLICY.floor <= adjust(factor, 100, load, POLICY) <= 1.0
+    assert FLOOR <= adjust(factor, 100, load, TARGET_S) <= 1.0
 
 
 capacities = st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1000), max_size=6)
@@ -69,13 +69,13 @@ def test_shares_sum_to_one_and_respect_caps(size: dict[str, float], caps: dict[s
 
 def test_weights_send_new_sessions_where_live_ones_are_missing() -> None:
     size = {"slow": 100.0, "fast": 100.0}
-    assert weights(size, {}, {}, POLICY) == {"slow": 5.0, "fast": 5.0}
-    assert weights(size, {}, {"slow": 80, "fast": 40}, POLICY) == {"slow": 0.0, "fast": 25.0}
-    assert weights(size, {"slow": 0.25}, {}, POLICY) == {"slow": 2.5, "fast": 7.5}
+    assert weights(size, {}, {}) == {"slow": 5.0, "fast": 5.0}
+    assert weights(size, {}, {"slow": 80, "fast": 40}) == {"slow": 0.0, "fast": 25.0}
+    assert weights(size, {"slow": 0.25}, {}) == {"slow": 2.5, "fast": 7.5}
 
 
 def test_ramp() -> None:
-    assert [ramp(age, POLICY) for age in (0, 30, 60, float("inf"))] == [0.1, 0.5, 1.0, 1.0]
+    assert [ramp(age) for age in (0, 30, 60, float("inf"))] == [0.1, 0.5, 1.0, 1.0]
 
 
 @given(st.lists(st.floats(0.002, 3600), min_size=5, max_size=200), st.sampled_from([0.5, 0.9, 0.99]))

@@ -13,7 +13,7 @@ import pytest
 from fake_engine import engines
 from running import fleet_of, play, running, settings, until
 
-from miles_mixprec.config import Fleet, Router
+from miles_mixprec.config import Fleet
 from miles_mixprec.errors import ConfigError
 from miles_mixprec.router.failures import StoreAway
 from miles_mixprec.router.redis_pins import RedisPins
@@ -22,7 +22,7 @@ from miles_mixprec.router.state import Engine, LiveFleet
 
 
 def two_engines(pins: MemoryPins) -> list[Engine]:
-    live = LiveFleet(Router(), Fleet(name="f", model="m", context_length=1), pins.active, time.monotonic)
+    live = LiveFleet(Fleet(name="f", model="m", context_length=1), pins.active, time.monotonic)
     return [live.register(f"http://h:{i}", "p", "bf16", slots=2, version=0) for i in range(2)]
 
 
@@ -47,7 +47,7 @@ def test_a_slot_is_held_while_live_and_the_pin_until_idle() -> None:
         await pins.move(a, second)
         assert pins.active == {"p/0": 1, "p/1": 2}
         await pins.tick(110.0)
-        assert set(pins.pins) == {"a", "b", "c"} and set(pins.live) == {"b"}
+        assert set(pins.pins) == {"a", "b", "c"} and pins.live == {b}
         await pins.tick(112.0)
         assert set(pins.pins) == {"a", "b"}
         assert await pins.release("b") and not await pins.release("b")
@@ -92,6 +92,25 @@ def test_journal_recovers_the_last_word_and_stays_small(tmp_path: Path) -> None:
         path.write_bytes(b"{nonsense\n")
         with pytest.raises(ConfigError, match="line 1"):
             await MemoryPins(10, 100, 10, Journal(path)).open(0.0)
+
+    play(scene)
+
+
+def test_a_session_that_was_ended_in_mid_turn_stays_ended(tmp_path: Path) -> None:
+    async def scene() -> None:
+        path = tmp_path / "router.jsonl"
+        pins = MemoryPins(10, 100, 10, Journal(path))
+        first, second = two_engines(pins)
+        pin = await pins.claim("a", [(first, 2)], 0.0)
+        assert pin is not None
+        pins.enter(pin, 0.0)
+        await pins.release("a")
+        await pins.move(pin, second)  # its engine failed
+        await pins.close()
+        again = MemoryPins(10, 100, 10, Journal(path))
+        await again.open(5.0)
+        assert not again.pins
+        await again.close()
 
     play(scene)
 
@@ -192,6 +211,21 @@ def test_sessions_of_a_lost_pool_leave_the_routers_memory(redis_url: str) -> Non
         await pins.give_up(pin)
         await pins.tick(11.0)
         assert not pins.pins
+        await pins.close()
+
+    play(scene)
+
+
+def test_a_shared_session_that_was_ended_in_mid_turn_holds_no_slot(redis_url: str) -> None:
+    async def scene() -> None:
+        pins = RedisPins(redis_url, "ended", active_s=10, idle_s=100, most=3)
+        first, second = two_engines(pins)
+        pin = await pins.claim("s", [(first, 2)], 0.0)
+        assert pin is not None
+        await pins.release("s")
+        await pins.move(pin, second)
+        await pins.record(pin, second.name, 0)
+        assert not await pins.redis.keys("ended:*")
         await pins.close()
 
     play(scene)
