@@ -1,4 +1,4 @@
-"""Registration, views, sessions and administration: everything that is not a turn.
+"""Registration, views, sessions, administration and reports: everything that is not a turn.
 
 Both of Miles' dialects register engines: `/add_worker`, `/remove_worker`, `/list_workers` (its own router) and
 `/workers` (sglang_router). The house's own registration is `POST /workers` with a pool; docs/router.md lists all.
@@ -11,19 +11,24 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
 
 from miles_mixprec.config import VIEWS
 from miles_mixprec.router import gate
 from miles_mixprec.router.failures import NotFound, Refused
+from miles_mixprec.router.metrics import RouterCollector, fleet_json
 from miles_mixprec.router.proxy import Proxy
 from miles_mixprec.router.security import engine_url
 from miles_mixprec.router.state import STATES, Engine
 from miles_mixprec.router.watch import Watch
 
+PAGE = Path(__file__).with_name("page.html")
 MAX_BODY = 64 * 1024
 MAX_ENGINES = 4096
 MAX_VERSION = 2**53
@@ -49,6 +54,8 @@ class Admin:
         self.fleet = proxy.fleet
         self.pins = proxy.pins
         self.watch = watch
+        self.registry = CollectorRegistry()
+        self.registry.register(RouterCollector(proxy))
 
     # -- engines ------------------------------------------------------------------------------------------------
 
@@ -169,6 +176,39 @@ class Admin:
         done = all(status == 200 for status in statuses)
         answer = {"success": done, "engines": dict(zip((e.name for e in engines), statuses, strict=True))}
         return web.json_response(answer, status=200 if done else 502)
+
+    # -- reports ------------------------------------------------------------------------------------------------
+
+    async def health(self, request: web.Request) -> web.Response:
+        """The router works and some pool answers; 503 while none does."""
+        pools = self.fleet.pools.values()
+        lost = [pool.name for pool in pools if pool.breaker == "open"]
+        up = len(lost) < len(pools)
+        return web.json_response({"status": "ok" if up else "no pool", "lost": lost}, status=200 if up else 503)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Every pool has the engines it needs to start: `min_engines`, at least one."""
+        missing = {}
+        for pool in self.fleet.pools.values():
+            serving, needed = sum(engine.accepts(0) for engine in pool.engines.values()), max(pool.min_engines, 1)
+            if serving < needed:
+                missing[pool.name] = {"serving": serving, "needed": needed}
+        return web.json_response({"ready": not missing, "missing": missing}, status=503 if missing else 200)
+
+    async def get_fleet(self, request: web.Request) -> web.Response:
+        return web.json_response(fleet_json(self.proxy))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self.registry), content_type="text/plain", charset="utf-8")
+
+    async def page(self, request: web.Request) -> web.FileResponse:
+        return web.FileResponse(PAGE)
+
+    async def unknown(self, request: web.Request) -> web.Response:
+        raise NotFound(
+            f"{request.method} {request.path}: neither a turn nor an endpoint of the router; "
+            "control an engine at its own address (GET /list_workers)"
+        )
 
 
 def _describe(engine: Engine) -> dict[str, Any]:

@@ -80,19 +80,12 @@ def shares(capacity: Mapping[str, float], caps: Mapping[str, float]) -> dict[str
         return dict.fromkeys(capacity, 0.0)
     excess = max(1.0, 1.0 / sum(room.values()))
     room = {name: cap * excess for name, cap in room.items()}
-    result = dict.fromkeys(capacity, 0.0)
-    free, left = set(room), 1.0
-    while free:
-        total = sum(capacity[name] for name in free)
-        capped = {name for name in free if capacity[name] / total * left > room[name]}
-        if not capped:
-            for name in free:
-                result[name] = capacity[name] / total * left
-            break
-        for name in capped:
-            result[name] = room[name]
-        left -= sum(room[name] for name in capped)
-        free -= capped
+    result, left = dict.fromkeys(capacity, 0.0), 1.0
+    names = sorted(room, key=lambda name: room[name] / capacity[name])  # the order in which caps are reached
+    for i, name in enumerate(names):
+        wanted = capacity[name] / sum(capacity[other] for other in names[i:]) * left
+        result[name] = min(wanted, room[name])
+        left -= result[name]
     return result
 
 

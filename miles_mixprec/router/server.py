@@ -10,18 +10,16 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 from aiohttp import web
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import generate_latest
 from yarl import URL
 
 from miles_mixprec.config import Config, Fleet, Router
 from miles_mixprec.router.admin import Admin
-from miles_mixprec.router.failures import NotFound, Refused
-from miles_mixprec.router.metrics import RouterCollector, fleet_json
+from miles_mixprec.router.failures import Refused
 from miles_mixprec.router.proxy import Proxy
 from miles_mixprec.router.security import Access
 from miles_mixprec.router.sessions import Journal, MemoryPins
@@ -30,10 +28,11 @@ from miles_mixprec.router.watch import Watch
 
 log = logging.getLogger(__name__)
 
-PAGE = Path(__file__).with_name("page.html")
 TURNS = ("/generate", "/encode", "/classify", "/tokenize", "/detokenize", "/rerank", "/score", "/v1/{path:.+}")
-QUESTIONS = ("/get_model_info", "/model_info", "/get_server_info", "/server_info", "/health_generate", "/get_load")
-
+QUESTIONS = (
+    *("/get_model_info", "/model_info", "/get_server_info", "/server_info", "/get_load", "/health_generate"),
+    "/v1/{path:.+}",
+)
 KEEP_ALIVE_S = 4.0  # below uvicorn's 5 s, so that engines do not close a connection under a request
 READ_BUFFER = 1024 * 1024
 CONNECT_S = 5.0
@@ -67,10 +66,7 @@ def build_app(router: Router, fleet: Fleet, *, run_id: str = "run") -> web.Appli
     app = web.Application(client_max_size=router.max_body_mb * 2**20)
     app[PROXY], app[FLEET] = proxy, live
     app.cleanup_ctx.append(life)
-    _add_turns(app, proxy)
-    _add_admin(app, Admin(proxy, watch), access)
-    _add_reports(app, proxy)
-    app.router.add_route("*", "/{path:.*}", _guarded(_unknown, access))
+    app.add_routes(_routes(proxy, Admin(proxy, watch)))
     return app
 
 
@@ -94,75 +90,35 @@ def _pins(router: Router, run_id: str) -> MemoryPins:
     return RedisPins(router.redis_url, f"mixprec:{run_id}", *life)
 
 
-def _add_turns(app: web.Application, proxy: Proxy) -> None:
-    for path in TURNS:
-        app.router.add_post(path, proxy.generate)
-    for path in (*QUESTIONS, "/v1/{path:.+}"):
-        app.router.add_get(path, proxy.inform)
+def _routes(proxy: Proxy, admin: Admin) -> list[web.RouteDef]:
+    client = partial(_guarded, proxy.access)
+    administrator = partial(_guarded, proxy.access, admin=True)
+    return [
+        *(web.post(path, proxy.generate) for path in TURNS),
+        *(web.get(path, proxy.inform) for path in QUESTIONS),
+        web.get("/", admin.page),
+        web.get("/health", admin.health),
+        web.get("/ready", admin.ready),
+        web.get("/fleet", client(admin.get_fleet)),
+        web.get("/metrics", client(admin.metrics)),
+        web.get("/workers", client(admin.get_workers)),
+        web.get("/list_workers", client(admin.list_workers)),
+        web.get("/sessions/{key:.+}", client(admin.get_session)),
+        web.delete("/sessions/{key:.+}", client(admin.delete_session)),
+        web.post("/abort_request", client(admin.tell_engines)),
+        web.post("/flush_cache", administrator(admin.tell_engines)),
+        web.post("/workers", administrator(admin.post_worker)),
+        web.delete("/workers/{id:.+}", administrator(admin.delete_worker)),
+        web.post("/add_worker", administrator(admin.add_worker)),
+        web.post("/remove_worker", administrator(admin.remove_worker)),
+        web.put("/views/{view}", administrator(admin.put_view)),
+        web.post("/pools/{pool}/drain", administrator(admin.drain_pool)),
+        web.post("/pools/{pool}/undrain", administrator(admin.drain_pool)),
+        web.route("*", "/{path:.*}", client(admin.unknown)),
+    ]
 
 
-def _add_admin(app: web.Application, admin: Admin, access: Access) -> None:
-    def add(method: str, path: str, handler: Handler, *, by_admin: bool = True) -> None:
-        app.router.add_route(method, path, _guarded(handler, access, admin=by_admin))
-
-    add("POST", "/workers", admin.post_worker)
-    add("DELETE", "/workers/{id:.+}", admin.delete_worker)
-    add("POST", "/add_worker", admin.add_worker)
-    add("POST", "/remove_worker", admin.remove_worker)
-    add("PUT", "/views/{view}", admin.put_view)
-    add("POST", "/pools/{pool}/drain", admin.drain_pool)
-    add("POST", "/pools/{pool}/undrain", admin.drain_pool)
-    add("POST", "/flush_cache", admin.tell_engines)
-    add("GET", "/workers", admin.get_workers, by_admin=False)
-    add("GET", "/list_workers", admin.list_workers, by_admin=False)
-    add("GET", "/sessions/{key:.+}", admin.get_session, by_admin=False)
-    add("DELETE", "/sessions/{key:.+}", admin.delete_session, by_admin=False)
-    add("POST", "/abort_request", admin.tell_engines, by_admin=False)
-
-
-def _add_reports(app: web.Application, proxy: Proxy) -> None:
-    live, registry = proxy.fleet, CollectorRegistry()
-    registry.register(RouterCollector(proxy))
-
-    async def health(request: web.Request) -> web.Response:
-        """The router works and some pool answers; 503 while none does."""
-        lost = [pool.name for pool in live.pools.values() if pool.breaker == "open"]
-        up = len(lost) < len(live.pools)
-        return web.json_response({"status": "ok" if up else "no pool", "lost": lost}, status=200 if up else 503)
-
-    async def ready(request: web.Request) -> web.Response:
-        """Every pool has the engines it needs to start (`min_engines`, at least one) at an accepted version."""
-        missing = {}
-        for pool in live.pools.values():
-            serving = sum(engine.accepts(0) for engine in pool.engines.values())
-            if serving < max(pool.min_engines, 1):
-                missing[pool.name] = {"serving": serving, "needed": max(pool.min_engines, 1)}
-        return web.json_response({"ready": not missing, "missing": missing}, status=503 if missing else 200)
-
-    async def fleet(request: web.Request) -> web.Response:
-        return web.json_response(fleet_json(proxy))
-
-    async def metrics(request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), content_type="text/plain", charset="utf-8")
-
-    async def page(request: web.Request) -> web.FileResponse:
-        return web.FileResponse(PAGE)
-
-    app.router.add_get("/health", health)
-    app.router.add_get("/ready", ready)
-    app.router.add_get("/", page)
-    app.router.add_get("/fleet", _guarded(fleet, proxy.access))
-    app.router.add_get("/metrics", _guarded(metrics, proxy.access))
-
-
-async def _unknown(request: web.Request) -> web.Response:
-    raise NotFound(
-        f"{request.method} {request.path}: neither a turn nor an endpoint of the router; "
-        "control an engine at its own address (GET /list_workers)"
-    )
-
-
-def _guarded(handler: Handler, access: Access, *, admin: bool = False) -> Handler:
+def _guarded(access: Access, handler: Handler, *, admin: bool = False) -> Handler:
     async def guarded(request: web.Request) -> web.StreamResponse:
         try:
             access.check(request, admin=admin)
