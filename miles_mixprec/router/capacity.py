@@ -112,10 +112,10 @@ class Latencies:
         """Weigh everything seen so far by `keep` (0..1)."""
         self.counts = [count * keep for count in self.counts]
 
-    def quantile(self, q: float, least: float = 5.0) -> float | None:
-        """The q-quantile (upper edge of its bucket); None while the window holds fewer than `least` turns."""
+    def quantile(self, q: float) -> float | None:
+        """The q-quantile (upper edge of its bucket); None while the window holds fewer than five turns."""
         total = sum(self.counts)
-        if total < least:
+        if total < 5:
             return None
         seen = 0.0
         for edge, count in zip(_EDGES, self.counts, strict=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from aiohttp import web
@@ -24,8 +23,7 @@ class Refused(MixprecError):
     def response(self) -> web.Response:
         error = {"type": self.kind, "code": self.status, "message": str(self), **self.details}
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        body = json.dumps({"error": error, "message": str(self)}).encode()
-        return web.Response(status=self.status, headers=headers, body=body, content_type="application/json")
+        return web.json_response({"error": error, "message": str(self)}, status=self.status, headers=headers)
 
 
 class Unauthorized(Refused):

@@ -69,7 +69,6 @@ class RedisPins(MemoryPins):
 
     async def open(self, now: float) -> None:
         try:
-            await self.redis.ping()
             await self._sync_facts()
         except RedisError as error:
             raise ConfigError(

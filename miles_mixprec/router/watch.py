@@ -97,6 +97,7 @@ class Watch:
     def _failed(self, engine: Engine, reason: str) -> None:
         if self.fleet.failed(engine):
             log.warning("%s (%s): breaker open: %s", engine.name, engine.url, reason)
+        if engine.breaker == "open":  # by this probe, or before it by turns that failed
             self.proxy.interrupt_engine(engine, reason)
 
     async def _look(self, engine: Engine) -> None:

@@ -209,6 +209,23 @@ def test_a_turn_that_has_begun_to_beat_is_broken_off_when_its_engine_dies() -> N
     play(scene)
 
 
+def test_turns_leave_a_silent_engine_although_failed_turns_had_opened_its_breaker() -> None:
+    async def scene() -> None:
+        async with engines(2) as fakes, running() as router:
+            for fake in fakes:
+                await router.register(fake.url, "p", slots=4)
+            home = int((await router.turn("s")).source[1][-1])
+            fakes[home].mode = "hang"
+            waiting = asyncio.ensure_future(router.turn("s"))
+            await until(lambda: fakes[home].running == 1)
+            for _ in range(3):
+                router.fleet.failed(router.fleet.urls[fakes[home].url])
+            reply = await asyncio.wait_for(waiting, 5)
+            assert reply.source[1] == f"p/{1 - home}"
+
+    play(scene)
+
+
 def test_a_heartbeat_that_was_due_when_an_engine_failed_does_not_name_it_for_anothers_reply() -> None:
     async def scene() -> None:
         async with engines(2) as fakes, running() as router:
