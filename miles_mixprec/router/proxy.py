@@ -353,11 +353,6 @@ class Proxy:
             turn.interrupt = error
             turn.task.cancel()
 
-    def interrupt_engine(self, engine: Engine, reason: str) -> None:
-        """Every turn in flight on a dead engine is taken back."""
-        for turn in list(engine.in_flight):
-            self.interrupt(turn, TurnLost(reason))
-
     def take_back_lost(self, engine: Engine) -> None:
         """Send again the turns of which the engine has known nothing for long enough; called after each look at it.
 
@@ -378,7 +373,7 @@ class Proxy:
     def sweep(self) -> None:
         """Deadlines and heartbeats; called every TICK_S."""
         now = self._now()
-        for turn in list(self.turns):
+        for turn in self.turns:
             engine = turn.engine
             if engine is None or turn not in engine.in_flight:
                 continue

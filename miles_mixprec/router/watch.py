@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from miles_mixprec.router import capacity, gate
-from miles_mixprec.router.proxy import TICK_S, Proxy
+from miles_mixprec.router.proxy import TICK_S, Proxy, TurnLost
 from miles_mixprec.router.state import Engine
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class Watch:
         if self.fleet.failed(engine):
             log.warning("%s (%s): breaker open: %s", engine.name, engine.url, reason)
         if engine.breaker == "open":  # by this probe, or before it by turns that failed
-            self.proxy.interrupt_engine(engine, reason)
+            for turn in engine.in_flight:
+                self.proxy.interrupt(turn, TurnLost(reason))
 
     async def _look(self, engine: Engine) -> None:
         await asyncio.gather(self.read_version(engine), self._read_load(engine))
