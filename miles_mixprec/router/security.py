@@ -54,7 +54,7 @@ class Access:
         if scheme.lower() != "bearer" or not given:
             raise Unauthorized("a bearer token is required in the Authorization header")
         accepted = (needed,) if admin or self.admin is None else (needed, self.admin)
-        if not any(hmac.compare_digest(token, given.encode()) for token in accepted):
+        if not any(hmac.compare_digest(token, given.encode(errors="surrogateescape")) for token in accepted):
             raise Forbidden(f"this token does not open {'administration' if admin else 'the router'}")
 
 

@@ -135,3 +135,18 @@ def test_ambiguous_requests_do_not_reach_an_engine(raw: bytes) -> None:
             assert not fake.asked
 
     play(scene)
+
+
+def test_a_token_that_is_no_text_is_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("C", "client-secret")
+
+    async def scene() -> None:
+        async with running(settings(client_token_env="C")) as router:
+            host, port = router.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+            line = await asyncio.wait_for(reader.readline(), 5)
+            assert line.split()[1] == b"403", line
+            writer.close()
+
+    play(scene)
