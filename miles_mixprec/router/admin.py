@@ -86,24 +86,18 @@ class Admin:
         return engine
 
     async def remove_worker(self, request: web.Request) -> web.Response:
-        url = engine_url(await _url_argument(request), ["*"])
-        engine = self.fleet.urls.get(url)
-        if engine is None:
-            raise NotFound(f"no engine at {url}; see GET /list_workers")
-        await self._remove(engine)
-        return web.json_response({"status": "success"})
+        return await self._remove(engine_url(await _url_argument(request), ["*"]))
 
     async def delete_worker(self, request: web.Request) -> web.Response:
-        wanted = request.match_info["id"]
+        return await self._remove(request.match_info["id"])
+
+    async def _remove(self, wanted: str) -> web.Response:
         for engine in self.fleet.engines():
             if wanted in (engine.id, engine.name, engine.url):
-                await self._remove(engine)
+                self.fleet.remove(engine)
+                await self.pins.remember("engine", engine.name, None)
                 return web.json_response({"status": "success", "id": engine.id})
-        raise NotFound(f"no engine with id {wanted!r}; see GET /workers")
-
-    async def _remove(self, engine: Engine) -> None:
-        self.fleet.remove(engine)
-        await self.pins.remember("engine", engine.name, None)
+        raise NotFound(f"no engine with id or url {wanted!r}; see GET /workers")
 
     async def get_workers(self, request: web.Request) -> web.Response:
         workers = [_describe(engine) for engine in self.fleet.engines()]

@@ -380,10 +380,10 @@ class Proxy:
             if now - turn.started > self.router.request_timeout_s:
                 self.interrupt(turn, Deadline(f"{engine.name}: no reply within {self.router.request_timeout_s:g} s"))
             elif not turn.answered and now - turn.last_beat >= self.router.heartbeat_s:
-                self._beat(turn, engine, now)
+                turn.last_beat = now
+                self._beat(turn, engine)
 
-    def _beat(self, turn: Turn, engine: Engine, now: float) -> None:
-        turn.last_beat = now
+    def _beat(self, turn: Turn, engine: Engine) -> None:
         if turn.wants_heartbeat is None:
             turn.wants_heartbeat = turn.request.path in HEARTBEAT_PATHS and not _streams(turn.body)
         if turn.wants_heartbeat and (turn.beating is None or turn.beating.done()):

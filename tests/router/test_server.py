@@ -236,7 +236,7 @@ def test_a_heartbeat_that_was_due_when_an_engine_failed_does_not_name_it_for_ano
             (turn,) = router.proxy.turns
             assert turn.engine is not None
             router.proxy.interrupt(turn, TurnLost("it died"))
-            router.proxy._beat(turn, turn.engine, time.monotonic())
+            router.proxy._beat(turn, turn.engine)
             with pytest.raises(aiohttp.ClientError):
                 await waiting
             assert (await router.turn("s")).status == 200
