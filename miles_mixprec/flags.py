@@ -9,26 +9,10 @@ import yaml
 
 from miles_mixprec.config import Config, to_mapping
 from miles_mixprec.errors import ConfigError
+from miles_mixprec.fleet.arguments import words
 
 CONFIG_FILE = "miles_config.yaml"
 PLACEHOLDER_FILE = "sglang_config.yaml"
-# Flags that carry the integration; a user's value would switch a part of it off.
-OWNED = (
-    "loss-type",
-    "custom-loss-function-path",
-    "custom-generate-function-path",
-    "custom-agent-function-path",
-    "custom-convert-samples-to-train-data-path",
-    "custom-megatron-init-path",
-    "custom-rollout-log-function-path",
-    "custom-eval-rollout-log-function-path",
-    "custom-config-path",
-    "sglang-config",
-    "sglang-router-ip",
-    "sglang-router-port",
-    "rollout-num-gpus",
-    "rollout-num-gpus-per-engine",
-)
 
 
 def miles_flags(config: Config, *, generation: str | None = None) -> list[str]:
@@ -43,10 +27,11 @@ def miles_flags(config: Config, *, generation: str | None = None) -> list[str]:
         generation = features().generation
     if config.router.port == 0:
         raise ConfigError("router.port=0: Miles needs the router's address beforehand; set router.port to a free port")
-    taken = [key for key in config.miles_args if key in OWNED]
-    if taken:
-        raise ConfigError(f"miles_args.{taken[0]}: set by the integration; remove it")
-    values = {**_integration(config, generation), **_recipe(config), **config.miles_args}
+    owned = integration(config)
+    for key in config.miles_args:
+        if key in owned:
+            raise ConfigError(f"miles_args.{key}: set by the integration; remove it")
+    values = {**owned, **_recipe(config, generation), **config.miles_args}
     return [word for key, value in values.items() for word in words(key, value)]
 
 
@@ -62,13 +47,17 @@ def write_files(config: Config) -> None:
     (directory / PLACEHOLDER_FILE).write_text(yaml.safe_dump({"sglang": [model]}, sort_keys=False))
 
 
-def _integration(config: Config, generation: str) -> dict[str, Any]:
-    """Where the package enters Miles."""
+def integration(config: Config) -> dict[str, Any]:
+    """Where the package enters Miles. A user's value for one of these flags would switch a part of it off."""
     directory = Path(config.run_dir)
-    hooks = {
+    generate, agent = "miles_mixprec.rollout.generate.generate", None
+    if config.rollout.agent is not None:
+        generate, agent = "miles_mixprec.rollout.agentic.generate", "miles_mixprec.rollout.agentic.agent"
+    return {
         "loss-type": "custom_loss",
         "custom-loss-function-path": "miles_mixprec.loss.policy.policy_loss",
-        "custom-generate-function-path": "miles_mixprec.rollout.generate.generate",
+        "custom-generate-function-path": generate,
+        "custom-agent-function-path": agent,
         "custom-convert-samples-to-train-data-path": "miles_mixprec.miles.convert_samples",
         "custom-megatron-init-path": "miles_mixprec.miles.megatron_init",
         "custom-rollout-log-function-path": "miles_mixprec.rollout.log.log_rollout",
@@ -78,26 +67,21 @@ def _integration(config: Config, generation: str) -> dict[str, Any]:
         "sglang-config": directory / PLACEHOLDER_FILE,
         "sglang-router-ip": config.router.host,
         "sglang-router-port": config.router.port,
-        "use-miles-router": True,
         "rollout-num-gpus": 1,
         "rollout-num-gpus-per-engine": 1,
-        "sglang-server-concurrency": config.fleet.slots,
     }
-    if config.rollout.agent is not None:
-        hooks |= {
-            "custom-generate-function-path": "miles_mixprec.rollout.agentic.generate",
-            "custom-agent-function-path": "miles_mixprec.rollout.agentic.agent",
-            "use-session-server": True,
-        }
-    if generation == "0.1":
-        return hooks | {"fully-async": True}
-    return hooks | {"rollout-function-path": "miles_mixprec.miles.generate_rollout"}
 
 
-def _recipe(config: Config) -> dict[str, Any]:
+def _recipe(config: Config, generation: str) -> dict[str, Any]:
     """What the estimator assumes: one optimizer step per batch, the sampler's log-probs as baseline, no clipping."""
     algo = config.algo
+    newer = generation == "0.1"
     return {
+        "use-miles-router": True,
+        "sglang-server-concurrency": config.fleet.slots,
+        "use-session-server": config.rollout.agent is not None,
+        "fully-async": newer,
+        "rollout-function-path": None if newer else "miles_mixprec.miles.generate_rollout",
         "hf-checkpoint": config.fleet.model,
         "num-rollout": config.updates,
         "rollout-batch-size": config.prompts_per_update,
@@ -119,13 +103,3 @@ def _recipe(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "rollout-seed": config.seed,
     }
-
-
-def words(key: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{key}"] if value else []
-    if value is None:
-        return []
-    if isinstance(value, (list, tuple)):
-        return [f"--{key}", *map(str, value)]
-    return [f"--{key}", str(value)]

@@ -5,7 +5,7 @@ import yaml
 
 from miles_mixprec import config as configuration
 from miles_mixprec.errors import ConfigError
-from miles_mixprec.flags import OWNED, miles_flags, write_files
+from miles_mixprec.flags import integration, miles_flags, write_files
 
 KEYS = {
     "run_dir": "RUN",
@@ -58,7 +58,7 @@ def test_an_agent_goes_through_the_session_server():
     assert flags["custom-generate-function-path"] == "miles_mixprec.rollout.agentic.generate"
 
 
-@pytest.mark.parametrize("flag", OWNED)
+@pytest.mark.parametrize("flag", integration(load()))
 def test_flags_of_the_integration_cannot_be_overridden(flag):
     with pytest.raises(ConfigError, match=rf"miles_args\.{flag}: set by the integration"):
         miles_flags(load(f"+miles_args.{flag}=x"), generation="0.0.2")

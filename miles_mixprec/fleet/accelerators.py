@@ -30,28 +30,6 @@ class Accelerator:
     ray_resource: str  # custom resource that Ray nodes with this accelerator offer
 
 
-_CPU = Accelerator(
-    memory_gb=0,
-    compute_capability=0,
-    native_views=("bf16",),
-    attention=("torch_native",),
-    linear_attention=("torch_native",),
-    moe=("triton",),
-    list_price=0.0,
-    modal_gpu="",
-    ray_resource="CPU",
-)
-_A100 = Accelerator(
-    memory_gb=80,
-    compute_capability=80,
-    native_views=("bf16",),
-    attention=("flashinfer", "triton"),
-    linear_attention=("triton",),
-    moe=("triton", "marlin"),
-    list_price=2.50,
-    modal_gpu="A100-80GB",
-    ray_resource="accelerator_type:A100-80G",
-)
 _H100 = Accelerator(
     memory_gb=80,
     compute_capability=90,
@@ -74,20 +52,29 @@ _B200 = Accelerator(
     modal_gpu="B200",
     ray_resource="accelerator_type:B200",
 )
-_RTX_PRO_6000 = Accelerator(
-    memory_gb=96,
-    compute_capability=120,
-    native_views=("bf16", "fp8", "nvfp4", "mxfp4"),
-    attention=("flashinfer", "triton", "trtllm_mha"),
-    linear_attention=("flashinfer", "triton"),
-    moe=("triton", "flashinfer_cutlass", "marlin"),
-    list_price=3.03,
-    modal_gpu="RTX-PRO-6000",
-    ray_resource="accelerator_type:RTX-PRO-6000",
-)
 ACCELERATORS: dict[str, Accelerator] = {
-    "cpu": _CPU,
-    "a100-80gb": _A100,
+    "cpu": Accelerator(
+        memory_gb=0,
+        compute_capability=0,
+        native_views=("bf16",),
+        attention=("torch_native",),
+        linear_attention=("torch_native",),
+        moe=("triton",),
+        list_price=0.0,
+        modal_gpu="",
+        ray_resource="CPU",
+    ),
+    "a100-80gb": Accelerator(
+        memory_gb=80,
+        compute_capability=80,
+        native_views=("bf16",),
+        attention=("flashinfer", "triton"),
+        linear_attention=("triton",),
+        moe=("triton", "marlin"),
+        list_price=2.50,
+        modal_gpu="A100-80GB",
+        ray_resource="accelerator_type:A100-80G",
+    ),
     "h100": _H100,
     "h200": replace(_H100, memory_gb=141, list_price=4.54, modal_gpu="H200", ray_resource="accelerator_type:H200"),
     "b200": _B200,
@@ -99,7 +86,17 @@ ACCELERATORS: dict[str, Accelerator] = {
         modal_gpu="B300",
         ray_resource="accelerator_type:B300",
     ),
-    "rtx-pro-6000": _RTX_PRO_6000,
+    "rtx-pro-6000": Accelerator(
+        memory_gb=96,
+        compute_capability=120,
+        native_views=("bf16", "fp8", "nvfp4", "mxfp4"),
+        attention=("flashinfer", "triton", "trtllm_mha"),
+        linear_attention=("flashinfer", "triton"),
+        moe=("triton", "flashinfer_cutlass", "marlin"),
+        list_price=3.03,
+        modal_gpu="RTX-PRO-6000",
+        ray_resource="accelerator_type:RTX-PRO-6000",
+    ),
 }
 
 
@@ -110,12 +107,10 @@ def accelerator(name: str) -> Accelerator:
     return ACCELERATORS[name]
 
 
-def list_price(name: str) -> float:
-    """$ per accelerator-hour as of PRICES_AS_OF. Raises ConfigError for an unknown accelerator."""
-    return accelerator(name).list_price
-
-
 def hourly_price(pool: Pool) -> float:
-    """$ per hour of one engine of `pool`, at its own price or else its accelerator's list price."""
-    price = list_price(pool.accelerator) if pool.hourly_price is None else pool.hourly_price
+    """$ per hour of one engine of `pool`, at its own price or else its accelerator's list price.
+
+    Raises ConfigError for an unknown accelerator without a price.
+    """
+    price = accelerator(pool.accelerator).list_price if pool.hourly_price is None else pool.hourly_price
     return pool.accelerators_per_engine * price

@@ -28,7 +28,6 @@ _CPU = {
     "mem_fraction_static": 0.1,
     "dtype": "float32",  # exact for BF16 weights, and ten times as fast where the CPU has no BF16 units
 }
-_NATIVE_QUANTIZATION = {"nvfp4": "modelopt_fp4"}  # the other formats say so in their own config.json
 
 
 def sglang_arguments(
@@ -45,7 +44,7 @@ def sglang_arguments(
     `known` are the ServerArgs of the SGLang that will run (`known_arguments`); None skips that check.
     Raises ConfigError for keys of `pool.sglang` that this SGLang lacks or that the configuration owns.
     """
-    name = pool_name(fleet, pool)
+    name = next(name for name, candidate in fleet.pools.items() if candidate is pool)
     for key in pool.sglang:
         if key in RESERVED:
             raise ConfigError(f"fleet.pools.{name}.sglang.{key}: set by the fleet, not here; remove the key")
@@ -68,10 +67,10 @@ def sglang_arguments(
     if pool.accelerator == "cpu":
         values |= _CPU | {"max_total_tokens": pool.slots_per_engine * fleet.context_length}
     else:
-        values |= {"tp_size": pool.accelerators_per_engine}
-        if pool.execution == "native" and pool.view in _NATIVE_QUANTIZATION:
-            values["quantization"] = _NATIVE_QUANTIZATION[pool.view]
-    return [word for key, value in (values | pool.sglang).items() for word in _flag(key, value)]
+        values["tp_size"] = pool.accelerators_per_engine
+        if pool.execution == "native" and pool.view == "nvfp4":  # the other formats say so in their own config.json
+            values["quantization"] = "modelopt_fp4"
+    return [word for key, value in (values | pool.sglang).items() for word in words(key.replace("_", "-"), value)]
 
 
 def engine_environment(pool: Pool) -> dict[str, str]:
@@ -108,16 +107,12 @@ def _known_arguments(python: str, env: tuple[tuple[str, str], ...]) -> frozenset
     return frozenset(json.loads(result.stdout.splitlines()[-1]))
 
 
-def pool_name(fleet: Fleet, pool: Pool) -> str:
-    return next(name for name, candidate in fleet.pools.items() if candidate is pool)
-
-
-def _flag(key: str, value: Any) -> list[str]:
-    flag = "--" + key.replace("_", "-")
-    if isinstance(value, bool):
-        return [flag] if value else []
+def words(key: str, value: Any) -> list[str]:
+    """The option `--key` on a command line. None and False leave it out; a mapping is written as JSON."""
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [f"--{key}"]
     if isinstance(value, (list, tuple)):
-        return [flag, *map(str, value)]
-    if isinstance(value, Mapping):
-        return [flag, json.dumps(value)]
-    return [flag, str(value)]
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}", json.dumps(value) if isinstance(value, Mapping) else str(value)]

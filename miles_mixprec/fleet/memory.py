@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from miles_mixprec.config import Pool
-from miles_mixprec.errors import ConfigError
 from miles_mixprec.fleet.accelerators import accelerator
 
 # Bytes per weight, block scales included; what is not a linear layer or an expert stays BF16.
@@ -21,7 +20,7 @@ BYTES_PER_WEIGHT = {
     "mxfp4": 0.5 + 1 / 32,
 }
 DEFAULT_MEMORY_FRACTION = 0.85  # of SGLang without mem_fraction_static, about
-_BYTES_PER_KV = {"auto": 2.0, "bf16": 2.0, "bfloat16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "fp4_e2m1": 0.5625}
+BYTES_PER_KV = {"auto": 2.0, "bf16": 2.0, "bfloat16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "fp4_e2m1": 0.5625}
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,12 @@ KNOWN_MODELS = {
 
 @dataclass(frozen=True)
 class Fit:
-    """Per engine. `kv_tokens` is what remains for the cache after weights and the states of all slots."""
+    """What one engine holds."""
 
     weights_gb: float
-    budget_gb: float  # what SGLang may use for weights, states and KV
-    kv_tokens: int
-
-    def sessions(self, context: int) -> int:
-        """Sessions of `context` tokens whose whole context stays in the cache."""
-        return max(0, self.kv_tokens // context)
+    memory_fraction: float  # mem_fraction_static, ours or the default
+    budget_gb: float  # what it leaves for weights, states and KV; the weights fit if they take less
+    kv_tokens: int  # what remains for the cache after weights and the states of all slots
 
 
 def model_shape(model: str) -> ModelShape | None:
@@ -95,16 +91,10 @@ def weights_gb(model: ModelShape, view: str) -> float:
 
 
 def fit(pool: Pool, model: ModelShape) -> Fit:
-    """What one engine of `pool` holds. Raises ConfigError if the weights alone do not fit."""
-    hardware = accelerator(pool.accelerator)
+    """Memory of one engine of `pool`."""
     fraction = pool.sglang.get("mem_fraction_static", DEFAULT_MEMORY_FRACTION)
-    budget = hardware.memory_gb * pool.accelerators_per_engine * fraction
+    budget = accelerator(pool.accelerator).memory_gb * pool.accelerators_per_engine * fraction
     weights = weights_gb(model, "bf16" if pool.execution == "dequantized" else pool.view)
-    if weights >= budget:
-        raise ConfigError(
-            f"{pool.accelerator} x {pool.accelerators_per_engine}: {weights:.1f} GB of {pool.view} weights exceed the "
-            f"{budget:.1f} GB that mem_fraction_static={fraction} leaves; raise accelerators_per_engine or quantise"
-        )
     cache_gb = budget - weights - pool.slots_per_engine * model.state_bytes / 1e9
-    per_token = model.kv_values_per_token * _BYTES_PER_KV[pool.kv_cache_dtype]
-    return Fit(weights, budget, max(0, int(cache_gb * 1e9 / per_token)))
+    per_token = model.kv_values_per_token * BYTES_PER_KV[pool.kv_cache_dtype]
+    return Fit(weights, fraction, budget, max(0, int(cache_gb * 1e9 / per_token)))

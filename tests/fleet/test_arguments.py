@@ -65,6 +65,7 @@ def test_own_arguments_win_and_take_every_form() -> None:
             "dtype": "float32",
             "cuda_graph_bs": [1, 2],
             "sleep_on_idle": False,
+            "disable_cuda_graph": None,
             "json_model_override_args": {"a": 1},
         }
     )
@@ -72,7 +73,7 @@ def test_own_arguments_win_and_take_every_form() -> None:
     assert arguments[arguments.index("--dtype") + 1] == "float32"
     start = arguments.index("--cuda-graph-bs")
     assert arguments[start : start + 3] == ["--cuda-graph-bs", "1", "2"]
-    assert "--sleep-on-idle" not in arguments
+    assert "--sleep-on-idle" not in arguments and "--disable-cuda-graph" not in arguments
     assert '{"a": 1}' in arguments
 
 
