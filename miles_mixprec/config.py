@@ -1,7 +1,7 @@
 """The configuration of a mixed-precision run: Hydra structured configs, checked once, carried everywhere.
 
-One tree. `load` composes it from the shipped YAML under `conf/` and Hydra overrides, `validate` refuses what
-cannot work. Miles gets it whole, as the `mixprec` key of its `--custom-config-path` file, so every process of a
+One tree. `load` composes it from the shipped YAML under `conf/` and Hydra overrides, and refuses what cannot
+work. Miles gets it whole, as the `mixprec` key of its `--custom-config-path` file, so every process of a
 run (trainer ranks, rollout manager, router, encoders, sidecars) reads the same values.
 """
 
@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from miles_mixprec.errors import ConfigError
@@ -205,48 +207,34 @@ def load(name: str, overrides: Sequence[str] = (), *, conf_dir: Path = CONF_DIR)
 
     Raises ConfigError, one line, for unknown keys, wrong types, values left out, and combinations that cannot work.
     """
-    try:
-        tree = _compose(name, overrides, conf_dir)
-        _require_values(tree)
-        return validate(OmegaConf.to_object(tree))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error)) from error
+    with _one_line_errors():
+        config: Config = _to_object(_compose(name, overrides, conf_dir))
+    return _validated(config)
 
 
 def load_fleet(overrides: Sequence[str] = (), *, name: str = "config", conf_dir: Path = CONF_DIR) -> Fleet:
     """The validated fleet alone, for commands that need no run: `load_fleet(["fleet=article_mixed"])`."""
-    try:
-        tree = _compose(name, overrides, conf_dir)
-        _require_values(tree, "fleet.")
-        fleet = OmegaConf.to_object(tree.fleet)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error)) from error
-    assert isinstance(fleet, Fleet)
+    with _one_line_errors():
+        fleet: Fleet = _to_object(_compose(name, overrides, conf_dir), "fleet")
     _check_fleet(fleet)
     return fleet
 
 
-def _compose(name: str, overrides: Sequence[str], conf_dir: Path) -> DictConfig:
-    """A configuration of any directory; the shipped fleets and arms are found from everywhere."""
-    shipped = f"hydra.searchpath=[file://{CONF_DIR}]"
-    with initialize_config_dir(config_dir=str(conf_dir.resolve()), version_base="1.3"):
-        return compose(config_name=name, overrides=[shipped, *overrides])
-
-
 def from_mapping(values: Mapping[str, Any]) -> Config:
     """The tree from plain data, as Miles hands it back under `args.mixprec`. Raises ConfigError."""
-    try:
-        tree = OmegaConf.merge(OmegaConf.structured(Config), dict(values))
-        _require_values(tree)
-        return validate(OmegaConf.to_object(tree))
-    except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from error
+    with _one_line_errors():
+        config: Config = _to_object(OmegaConf.merge(OmegaConf.structured(Config), dict(values)))
+    return _validated(config)
 
 
 def from_file(path: str | Path) -> Config:
     """The tree of a run from its YAML file, bare or under `mixprec` as Miles carries it. Raises ConfigError."""
-    values = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(values, dict)
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {_one_line(error)}; give a run's config.yaml") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: not a configuration; give a run's config.yaml")
     return from_mapping(values.get("mixprec", values))
 
 
@@ -265,46 +253,71 @@ def to_mapping(config: Config) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
 
 
-def validate(config: Any) -> Config:
-    """Return `config` if it can work, else raise ConfigError naming the key and the remedy."""
-    assert isinstance(config, Config)
-    _require_values(OmegaConf.structured(config))
+def _compose(name: str, overrides: Sequence[str], conf_dir: Path) -> Any:
+    """A configuration of any directory; the shipped fleets and arms are found from everywhere."""
+    shipped = f"hydra.searchpath=[file://{CONF_DIR}]"
+    with initialize_config_dir(config_dir=str(conf_dir.resolve()), version_base="1.3"):
+        return compose(config_name=name, overrides=[shipped, *overrides])
+
+
+def _to_object(tree: Any, part: str = "") -> Any:
+    """The dataclass of `tree`, or of the `part` of it, in which no value may be missing."""
+    missing = sorted(key for key in OmegaConf.missing_keys(tree) if not part or key.startswith(f"{part}."))
+    if missing:
+        raise ConfigError(f"no value for {', '.join(missing)}; set {' '.join(f'{key}=...' for key in missing)}")
+    return OmegaConf.to_object(tree[part] if part else tree)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Hydra's and OmegaConf's errors as ConfigError: the message and, where Hydra wraps the reason, that too."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        texts = [_one_line(each) for each in (error, error.__cause__) if each is not None]
+        raise ConfigError(": ".join(dict.fromkeys(texts))) from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _validated(config: Config) -> Config:
+    """`config` if it can work, else ConfigError naming the key and the remedy."""
     _check_fleet(config.fleet)
     _check_algo(config.algo, config.fleet)
-    if config.router.gate not in GATE_POLICIES:
-        raise ConfigError(f"router.gate={config.router.gate}: not a policy; use one of {', '.join(GATE_POLICIES)}")
-    if config.guard.action not in GUARD_ACTIONS:
-        raise ConfigError(f"guard.action={config.guard.action}: use one of {', '.join(GUARD_ACTIONS)}")
+    _one_of("router.gate", config.router.gate, GATE_POLICIES)
+    _one_of("guard.action", config.guard.action, GUARD_ACTIONS)
     for key in ("baseline_updates", "patience"):
-        if getattr(config.guard, key) < 1:
-            raise ConfigError(f"guard.{key}={getattr(config.guard, key)}: must be at least 1")
+        _at_least_one(f"guard.{key}", getattr(config.guard, key))
     for key in ("updates", "prompts_per_update", "samples_per_prompt"):
-        if getattr(config, key) < 1:
-            raise ConfigError(f"{key}={getattr(config, key)}: must be at least 1")
+        _at_least_one(key, getattr(config, key))
     return config
 
 
-def _require_values(tree: Any, prefix: str = "") -> None:
-    missing = sorted(key for key in OmegaConf.missing_keys(tree) if key.startswith(prefix))
-    if missing:
-        raise ConfigError(f"no value for {', '.join(missing)}; set {' '.join(f'{key}=...' for key in missing)}")
+def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}: use one of {', '.join(allowed)}")
+
+
+def _at_least_one(key: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{key}={value}: must be at least 1")
 
 
 def _check_fleet(fleet: Fleet) -> None:
     from miles_mixprec.fleet.compatibility import require_compatible  # it describes pools, so it imports this module
 
-    if fleet.provider not in PROVIDERS:
-        raise ConfigError(f"fleet.provider={fleet.provider}: use one of {', '.join(PROVIDERS)}")
+    _one_of("fleet.provider", fleet.provider, PROVIDERS)
     if not fleet.pools:
         raise ConfigError(f"fleet {fleet.name} has no pools; add at least one under fleet.pools")
     for name, pool in fleet.pools.items():
         where = f"fleet.pools.{name}"
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{where}: a pool's name is 1-40 of a-z 0-9 _ - and starts with a letter or digit")
-        if pool.view not in VIEWS:
-            raise ConfigError(f"{where}.view={pool.view}: unknown view; use one of {', '.join(VIEWS)}")
-        if pool.execution not in EXECUTIONS:
-            raise ConfigError(f"{where}.execution={pool.execution}: use native or dequantized")
+        _one_of(f"{where}.view", pool.view, VIEWS)
+        _one_of(f"{where}.execution", pool.execution, EXECUTIONS)
+        _at_least_one(f"{where}.accelerators_per_engine", pool.accelerators_per_engine)
         if pool.engines < 1 or pool.slots_per_engine < 1:
             raise ConfigError(
                 f"{where}: zero capacity (engines={pool.engines}, slots_per_engine={pool.slots_per_engine}); "
@@ -314,8 +327,6 @@ def _check_fleet(fleet: Fleet) -> None:
             raise ConfigError(f"{where}.min_engines={pool.min_engines}: must lie in 0..engines={pool.engines}")
         if pool.max_engines is not None and pool.max_engines < pool.engines:
             raise ConfigError(f"{where}.max_engines={pool.max_engines}: must be at least engines={pool.engines}")
-        if pool.accelerators_per_engine < 1:
-            raise ConfigError(f"{where}.accelerators_per_engine={pool.accelerators_per_engine}: must be at least 1")
         if not 0 < pool.max_share <= 1:
             raise ConfigError(f"{where}.max_share={pool.max_share}: must lie in (0, 1]")
         if fleet.provider == "static" and len(pool.urls) != pool.engines:
@@ -325,11 +336,9 @@ def _check_fleet(fleet: Fleet) -> None:
 
 
 def _check_algo(algo: Algo, fleet: Fleet) -> None:
-    if algo.weights not in WEIGHT_RULES:
-        raise ConfigError(f"algo.weights={algo.weights}: use one of {', '.join(WEIGHT_RULES)}")
-    for where, bounds in [("algo.bounds", algo.bounds)] + [
-        (f"algo.bounds_by_view.{view}", b) for view, b in algo.bounds_by_view.items()
-    ]:
+    _one_of("algo.weights", algo.weights, WEIGHT_RULES)
+    by_view = {f"algo.bounds_by_view.{view}": bounds for view, bounds in algo.bounds_by_view.items()}
+    for where, bounds in {"algo.bounds": algo.bounds, **by_view}.items():
         if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1] < math.inf:
             raise ConfigError(f"{where}={bounds}: need [low, high] with 0 <= low < high")
     for view in algo.bounds_by_view:
@@ -348,9 +357,3 @@ def _check_algo(algo: Algo, fleet: Fleet) -> None:
         raise ConfigError(
             f"algo.head={algo.head}: score centering without top-p needs a recorded head, e.g. algo.head=128"
         )
-
-
-def _one_line(error: BaseException) -> str:
-    """The message of `error` and, where Hydra wraps the reason, that of its cause."""
-    texts = [" ".join(str(each).split()) for each in (error, error.__cause__) if each is not None]
-    return ": ".join(dict.fromkeys(texts))

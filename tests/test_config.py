@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_mixprec.config import Config, from_mapping, load, load_fleet, to_mapping
+from miles_mixprec.config import Config, from_file, from_mapping, load, load_fleet, to_mapping
 from miles_mixprec.errors import ConfigError
 
 RUN = ["run_dir=r", "run_id=a", "updates=3", "prompts_per_update=2", "weights.store=s", "fleet.model=m"]
@@ -27,8 +27,8 @@ def test_composes_and_survives_plain_data() -> None:
         ([*RUN, "nonsense=1"], "nonsense"),
         ([*RUN, "fleet=nonsense"], "nonsense"),
         ([*RUN, "fleet.pools.bf16.engines=many"], "many"),
-        ([*RUN, "fleet.pools.bf16.view=fp6"], r"fleet\.pools\.bf16\.view=fp6: unknown view; use one of bf16, fp8"),
-        ([*RUN, "fleet.pools.bf16.execution=fast"], "execution=fast: use native or dequantized"),
+        ([*RUN, "fleet.pools.bf16.view=fp6"], r"fleet\.pools\.bf16\.view=fp6: use one of bf16, fp8"),
+        ([*RUN, "fleet.pools.bf16.execution=fast"], "execution=fast: use one of native, dequantized"),
         ([*RUN, "fleet.pools.bf16.engines=0"], r"zero capacity \(engines=0, slots_per_engine=12\)"),
         ([*RUN, "fleet.pools.bf16.min_engines=2"], r"min_engines=2: must lie in 0\.\.engines=1"),
         ([*RUN, "fleet.pools.bf16.max_engines=0"], "max_engines=0: must be at least engines=1"),
@@ -47,7 +47,7 @@ def test_composes_and_survives_plain_data() -> None:
         ([*RUN, "algo.top_p=0"], r"algo\.top_p=0\.0: must lie in \(0, 1\]"),
         ([*RUN, "algo.top_k=-1"], r"needs a finite algo\.top_k in 2\.\.4096 \(got -1\)"),
         ([*RUN, "algo=sc", "algo.head=1"], r"algo\.head=1: score centering without top-p needs a recorded head"),
-        ([*RUN, "router.gate=latest"], r"router\.gate=latest: not a policy; use one of newest, min, bounded, any"),
+        ([*RUN, "router.gate=latest"], r"router\.gate=latest: use one of newest, min, bounded, any"),
     ],
 )
 def test_refuses_in_one_line(overrides: list[str], message: str) -> None:
@@ -72,3 +72,14 @@ def test_a_fleet_needs_no_run() -> None:
 def test_own_directories_find_the_shipped_fleets(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [schema, {fleet: article_homogeneous}, _self_]\n")
     assert load_fleet(name="mine", conf_dir=tmp_path).slots == 1344
+
+
+def test_a_file_that_holds_no_configuration_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    with pytest.raises(ConfigError, match=r"No such file.*; give a run's config\.yaml$"):
+        from_file(path)
+    for text in ("[1, 2]", "a: b: c"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.yaml: .*; give a run's config\.yaml$") as error:
+            from_file(path)
+        assert "\n" not in str(error.value)
