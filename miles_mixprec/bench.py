@@ -68,7 +68,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """One pool's curve, as `planner.plan.anchor_of` reads it."""
+    """One pool's curve, as `planner.plan.anchor_of` reads it. `context` is the last level's that finished turns."""
 
     pool: str
     context: int
@@ -95,11 +95,10 @@ def synthetic_episodes(
     rng = random.Random(seed)
     episodes = []
     for _ in range(count):
-        length = 1 + int(rng.expovariate(1 / max(turns - 1, 1e-9)))
         episode: list[Turn] = []
         context = 0
-        for index in range(length):
-            mean = first if index == 0 else appended
+        for _ in range(1 + int(rng.expovariate(1 / max(turns - 1, 1e-9)))):
+            mean = appended if episode else first
             turn = Turn(1 + int(rng.expovariate(1 / mean)), 1 + int(rng.expovariate(1 / generated)))
             context += turn.appended + turn.generated
             if context > max_context and episode:
@@ -130,7 +129,6 @@ async def bench(
     *,
     max_context: int,
     token_range: tuple[int, int] = (1000, 20000),
-    sampling: dict[str, Any] | None = None,
     seed: int | None = None,
     on_point: Callable[[Point], None] = lambda point: None,
 ) -> Result:
@@ -138,7 +136,7 @@ async def bench(
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
         engine = await _describe(http, url)
-        load = _Load(http, episodes, max_context, token_range, sampling or {"temperature": 1.0}, random.Random(seed))
+        load = _Load(http, episodes, max_context, token_range, random.Random(seed))
         points: list[Point] = []
         stopped = "all levels measured"
         try:
@@ -150,7 +148,8 @@ async def bench(
                     break
         finally:
             await load.stop()
-    return Result(pool, points[-1].context, ramp.latency_s, stopped, points, engine)
+    context = next((point.context for point in reversed(points) if point.context), 0)
+    return Result(pool, context, ramp.latency_s, stopped, points, engine)
 
 
 def stop_reason(points: Sequence[Point], ramp: Ramp) -> str | None:
@@ -168,53 +167,51 @@ def stop_reason(points: Sequence[Point], ramp: Ramp) -> str | None:
     return None
 
 
+@dataclass
+class _Window:
+    """What finished while one level was measured."""
+
+    latencies: list[float] = field(default_factory=list)  # seconds of each turn
+    contexts: list[int] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)  # seconds that this client was late
+    tokens: int = 0
+    errors: int = 0
+
+
+@dataclass
 class _Load:
     """Sessions that keep replaying episodes, and a record of the turns they finished."""
 
-    def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        episodes: Sequence[Episode],
-        max_context: int,
-        token_range: tuple[int, int],
-        sampling: dict[str, Any],
-        rng: random.Random,
-    ) -> None:
-        self.http, self.episodes, self.max_context, self.rng = http, episodes, max_context, rng
-        self.token_range, self.sampling = token_range, sampling
-        self.tasks: list[asyncio.Task[None]] = []
-        self.in_flight: dict[int, float] = {}
-        self._reset()
-
-    def _reset(self) -> None:
-        self.latencies: list[float] = []
-        self.contexts: list[int] = []
-        self.tokens = self.errors = 0
-        self.lags: list[float] = []
+    http: aiohttp.ClientSession
+    episodes: Sequence[Episode]
+    max_context: int
+    token_range: tuple[int, int]
+    rng: random.Random
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    in_flight: dict[int, float] = field(default_factory=dict)  # session -> start of its turn
+    seen: _Window = field(default_factory=_Window)
 
     async def measure(self, sessions: int, ramp: Ramp) -> Point:
         while len(self.tasks) < sessions + 1:  # the first one probes this client's own lag
             run = self._session(len(self.tasks)) if self.tasks else self._probe_lag()
             self.tasks.append(asyncio.create_task(run))
         await asyncio.sleep(ramp.warm_s)
-        self._reset()
+        self.seen = seen = _Window()
         started = time.monotonic()
         await asyncio.sleep(ramp.window_s)
         now = time.monotonic()
+        turns = len(seen.latencies)
         # Turns that run on count with their age once it exceeds the bound: a stuck engine must not look fast.
-        latencies = sorted(
-            self.latencies + [age for start in self.in_flight.values() if (age := now - start) > ramp.latency_s]
-        )
-        requests = len(self.latencies) + self.errors
+        latencies = seen.latencies + [age for at in self.in_flight.values() if (age := now - at) > ramp.latency_s]
         return Point(
             sessions=sessions,
-            turns_per_hour=len(self.latencies) / (now - started) * 3600,
-            tokens_per_s=self.tokens / (now - started),
+            turns_per_hour=turns / (now - started) * 3600,
+            tokens_per_s=seen.tokens / (now - started),
             p50_s=_quantile(latencies, 0.5),
             p90_s=_quantile(latencies, 0.9),
-            context=round(fmean(self.contexts)) if self.contexts else 0,
-            errors=self.errors / requests if requests else 0.0,
-            lag_p90_s=_quantile(sorted(self.lags), 0.9),
+            context=round(fmean(seen.contexts)) if turns else 0,
+            errors=seen.errors / max(turns + seen.errors, 1),
+            lag_p90_s=_quantile(seen.lags, 0.9),
         )
 
     async def stop(self) -> None:
@@ -225,11 +222,9 @@ class _Load:
                 raise outcome
 
     async def _session(self, number: int) -> None:
-        first = True
-        while True:
+        for played in itertools.count():
             episode = self.rng.choice(self.episodes)
-            start = self.rng.randrange(len(episode)) if first else 0
-            first = False
+            start = 0 if played else self.rng.randrange(len(episode))
             context = self._random_tokens(PREFIX_TOKENS)
             context += self._random_tokens(sum(turn.appended + turn.generated for turn in episode[:start]))
             for turn in episode[start:]:
@@ -244,7 +239,7 @@ class _Load:
     async def _turn(self, number: int, context: list[int], generated: int) -> list[int] | None:
         body = {
             "input_ids": context,
-            "sampling_params": self.sampling | {"max_new_tokens": generated, "ignore_eos": True},
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": generated, "ignore_eos": True},
             "return_logprob": True,
         }
         self.in_flight[number] = started = time.monotonic()
@@ -253,21 +248,21 @@ class _Load:
                 reply.raise_for_status()
                 output = (await reply.json())["output_ids"]
         except (aiohttp.ClientError, KeyError):
-            self.errors += 1
+            self.seen.errors += 1
             await asyncio.sleep(0.1)
             return None
         finally:
             del self.in_flight[number]
-        self.latencies.append(time.monotonic() - started)
-        self.contexts.append(len(context))
-        self.tokens += len(output)
+        self.seen.latencies.append(time.monotonic() - started)
+        self.seen.contexts.append(len(context))
+        self.seen.tokens += len(output)
         return list(output)
 
     async def _probe_lag(self) -> None:
         while True:
             due = time.monotonic() + LAG_PROBE_S
             await asyncio.sleep(LAG_PROBE_S)
-            self.lags.append(time.monotonic() - due)
+            self.seen.lags.append(time.monotonic() - due)
 
     def _random_tokens(self, count: int) -> list[int]:
         return self.rng.choices(range(*self.token_range), k=count)
@@ -287,6 +282,7 @@ async def _describe(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     return {key: info[key] for key in keys if key in info}
 
 
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    """Nearest-rank quantile of sorted values; infinite when there are none, since nothing finished."""
+def _quantile(values: Sequence[float], q: float) -> float:
+    """Nearest-rank quantile; infinite when there are no values, since nothing finished."""
+    ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("inf")

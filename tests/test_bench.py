@@ -95,6 +95,14 @@ def test_failing_engines_end_the_ramp() -> None:
     assert result.stopped == "100% of the requests failed"
 
 
+def test_a_level_that_finishes_nothing_leaves_the_context_of_those_before() -> None:
+    """With 0 tokens of context the planner would take the pool for one that holds no session."""
+    ramp, engine = Ramp(levels=(2, 4), warm_s=0.5, window_s=0.5, max_lag_s=10), Engine(4, 0.01)
+    result = asyncio.run(measure(engine, ramp, on_point=lambda point: setattr(engine, "fail", True)))
+    assert [point.context > 0 for point in result.points] == [True, False]
+    assert result.context == result.points[0].context
+
+
 def test_unreachable_engine() -> None:
     with pytest.raises(EngineError, match="check the address"):
         asyncio.run(bench("http://127.0.0.1:1", "p", EPISODES, Ramp(), max_context=100))
