@@ -26,7 +26,7 @@ import aiohttp
 import fsspec
 
 from miles_mixprec import miles
-from miles_mixprec.config import Algo, Config, Pool
+from miles_mixprec.config import Algo, Config
 from miles_mixprec.errors import EngineError, MixprecError
 from miles_mixprec.fleet.accelerators import PRICES_AS_OF
 from miles_mixprec.fleet.compatibility import check as compatibility
@@ -36,6 +36,8 @@ Status = Literal["ok", "warning", "failed"]
 MAX_SKEW_S, DATE_RESOLUTION_S = 2.0, 2.0
 MAX_PRICE_AGE_DAYS = 90
 PROMPTS, PROMPT_TOKENS, SAMPLED_TOKENS, CANDIDATES = 8, 32, 64, 8
+# What reading an engine that is gone, hangs, or answers something else raises.
+UNREADABLE = (aiohttp.ClientError, asyncio.TimeoutError, LookupError, TypeError, ValueError, ZeroDivisionError)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,6 @@ async def diagnose(
     reference: str | None = None,
     max_kl: float = 0.05,
     token_range: tuple[int, int] = (1000, 20000),
-    seed: int = 0,
     today: date | None = None,
 ) -> Diagnosis:
     """Run every check. `engines` maps `<pool>/<index>` to URLs; `reference` is a pool (default: the first one's).
@@ -93,30 +94,26 @@ async def diagnose(
     A pool whose KL against the reference exceeds `max_kl` fails. Prompts are random tokens of `token_range`.
     """
     checks = [check_miles(), check_store(config.weights.store), *check_prices(config, today or date.today())]
-    for finding in compatibility(config.fleet):
-        checks.append(Check(finding.pool, "compatibility", "warning", finding.message))
-    rng = random.Random(seed)
+    checks += [Check(found.pool, "compatibility", "warning", found.message) for found in compatibility(config.fleet)]
+    rng = random.Random(0)
     prompts = [rng.choices(range(*token_range), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
     parity: list[Parity] = []
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
-        described: dict[str, dict[str, Any]] = {}
+    described: dict[str, dict[str, Any]] = {}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
         for name, url in engines.items():
             with _failing(checks, name, "reachable"):
                 described[name] = await _get(http, f"{url}/server_info")
-                checks.append(
-                    Check(name, "reachable", "ok", f"SGLang {described[name].get('version', 'of unknown version')}")
-                )
+                version = described[name].get("version", "of unknown version")
+                checks.append(Check(name, "reachable", "ok", f"SGLang {version}"))
                 checks += await check_engine(http, name, url, config.algo, prompts[0])
         if router_url is not None:
             with _failing(checks, "router", "reachable"):
                 checks.append(await check_router(http, router_url, config.algo, prompts[0]))
         if described:
             wanted = reference or next(iter(described)).split("/")[0]
+            reachable = {name: engines[name] for name in described}
             with _failing(checks, wanted, "parity"):
-                parity = await compare(
-                    http, config, {name: engines[name] for name in described}, described, wanted, prompts
-                )
+                parity = await compare(http, config, reachable, described, wanted, prompts)
     for row in parity:
         status: Status = "ok" if row.kl <= max_kl else "failed"
         sizes = f"mean |d| {row.mean_abs:.1e}, p99 {row.p99_abs:.1e}, max {row.max_abs:.1e}"
@@ -131,9 +128,8 @@ def check_miles() -> Check:
     except MixprecError as error:
         return Check("miles", "version", "failed", str(error))
     native = [name.removeprefix("native_") for name, value in asdict(found).items() if value is True]
-    return Check(
-        "miles", "version", "ok", f"{found.generation} at {found.location}; has {', '.join(native) or 'none'}"
-    )
+    detail = f"{found.generation} at {found.location}; has {', '.join(native) or 'none'}"
+    return Check("miles", "version", "ok", detail)
 
 
 def check_store(root: str) -> Check:
@@ -148,24 +144,22 @@ def check_store(root: str) -> Check:
         fs.rm_file(f"{path}/{name}")
     except (OSError, ImportError, ValueError) as error:
         return Check("store", "write and read", "failed", f"{root}: {error}; correct weights.store or its permissions")
-    took = time.monotonic() - started
-    return Check(
-        "store", "write and read", "ok" if same else "failed", f"{root}: 1 MiB there and back in {took:.2f} s"
-    )
+    detail = f"{root}: 1 MiB there and back in {time.monotonic() - started:.2f} s"
+    if not same:
+        detail = f"{root}: what is read back differs from what was written; correct weights.store"
+    return Check("store", "write and read", "ok" if same else "failed", detail)
 
 
 def check_prices(config: Config, today: date) -> Iterator[Check]:
     """Whether some pool relies on list prices that are old."""
-    listed = [
-        name for name, pool in config.fleet.pools.items() if pool.hourly_price is None and pool.accelerator != "cpu"
-    ]
+    pools = config.fleet.pools.items()
+    listed = [name for name, pool in pools if pool.hourly_price is None and pool.accelerator != "cpu"]
     age = (today - PRICES_AS_OF).days
-    if listed:
-        status: Status = "warning" if age > MAX_PRICE_AGE_DAYS else "ok"
-        advice = "; set hourly_price for current ones" if status == "warning" else ""
-        yield Check(
-            "prices", "age", status, f"list prices of {PRICES_AS_OF} ({age} days old) for {', '.join(listed)}{advice}"
-        )
+    found = f"list prices of {PRICES_AS_OF} ({age} days old) for {', '.join(listed)}"
+    if listed and age > MAX_PRICE_AGE_DAYS:
+        yield Check("prices", "age", "warning", f"{found}; set hourly_price for current ones")
+    elif listed:
+        yield Check("prices", "age", "ok", found)
 
 
 async def check_engine(
@@ -184,10 +178,11 @@ async def check_router(http: aiohttp.ClientSession, url: str, algo: Algo, prompt
     """Whether the router passes on what the rollout needs, and says where a turn ran."""
     headers = {"X-SMG-Routing-Key": f"doctor-{uuid.uuid4().hex}"}
     recorded, source = await _turn(http, "router", url, algo, prompt, headers)
-    lost = [key for key in ("X-Mixprec-Pool", "X-Mixprec-Engine", "X-Mixprec-View") if key not in source]
-    if recorded.status == "failed" or lost:
-        said = [recorded.detail] * (recorded.status == "failed") + [f"lost {', '.join(lost)}"] * bool(lost)
-        return Check("router", "pass-through", "failed", f"{'; '.join(said)}; use the router of this package")
+    wrong = [recorded.detail] if recorded.status == "failed" else []
+    if lost := [key for key in ("X-Mixprec-Pool", "X-Mixprec-Engine", "X-Mixprec-View") if key not in source]:
+        wrong.append(f"lost {', '.join(lost)}")
+    if wrong:
+        return Check("router", "pass-through", "failed", f"{'; '.join(wrong)}; use the router of this package")
     return Check("router", "pass-through", "ok", f"all fields, from {source['X-Mixprec-Engine']}")
 
 
@@ -233,26 +228,25 @@ async def compare(
         differences = [
             a - b for mine, theirs in zip(scores, sampled, strict=True) for a, b in zip(mine, theirs, strict=True)
         ]
-        rows.append(_parity(name, config.fleet.pools[name.split("/")[0]], described[name], differences))
+        sizes = sorted(map(abs, differences))
+        pool, info = config.fleet.pools[name.split("/")[0]], described[name]
+        rows.append(
+            Parity(
+                engine=name,
+                accelerator=pool.accelerator,
+                attention=str(info.get("attention_backend")),
+                moe=str(info.get("moe_runner_backend")),
+                kv_cache=str(info.get("kv_cache_dtype")),
+                view=pool.view,
+                execution=pool.execution,
+                tokens=len(differences),
+                kl=fmean(math.expm1(d) - d for d in differences),
+                mean_abs=fmean(sizes),
+                p99_abs=sizes[int(0.99 * len(sizes))],
+                max_abs=sizes[-1],
+            )
+        )
     return rows
-
-
-def _parity(name: str, pool: Pool, info: Mapping[str, Any], differences: Sequence[float]) -> Parity:
-    sizes = sorted(map(abs, differences))
-    return Parity(
-        engine=name,
-        accelerator=pool.accelerator,
-        attention=str(info.get("attention_backend")),
-        moe=str(info.get("moe_runner_backend")),
-        kv_cache=str(info.get("kv_cache_dtype")),
-        view=pool.view,
-        execution=pool.execution,
-        tokens=len(differences),
-        kl=fmean(math.expm1(d) - d for d in differences),
-        mean_abs=fmean(sizes),
-        p99_abs=sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))],
-        max_abs=sizes[-1],
-    )
 
 
 def _version(name: str, meta: Mapping[str, Any]) -> Check:
@@ -270,10 +264,8 @@ def _scaled(name: str, hot: Mapping[str, Any], cold: Mapping[str, Any]) -> Check
     shared = sorted(set(at[0]) & set(at[1]), key=lambda token: at[0][token])
     ratio = (at[1][shared[-1]] - at[1][shared[0]]) / (at[0][shared[-1]] - at[0][shared[0]])
     if abs(ratio - 2) > 0.1:
-        detail = (
-            f"log-probs do not follow the temperature (gap ratio {ratio:.2f}); set SGLANG_RETURN_ORIGINAL_LOGPROB=0"
-        )
-        return Check(name, "log-prob temperature", "failed", detail)
+        detail = f"log-probs do not follow the temperature (gap ratio {ratio:.2f})"
+        return Check(name, "log-prob temperature", "failed", f"{detail}; set SGLANG_RETURN_ORIGINAL_LOGPROB=0")
     return Check(name, "log-prob temperature", "ok", "log-probs are those of the sampling temperature")
 
 
@@ -288,10 +280,9 @@ async def _clock(http: aiohttp.ClientSession, name: str, url: str) -> Check:
     ahead = (earliest - datetime.now(timezone.utc)).total_seconds()
     behind = (before - earliest).total_seconds() - DATE_RESOLUTION_S
     skew = max(ahead, 0.0) - max(behind, 0.0)
-    status: Status = "ok" if abs(skew) <= MAX_SKEW_S else "failed"
-    return Check(
-        name, "clock", status, f"{skew:+.1f} s against this machine" + ("" if status == "ok" else "; run NTP")
-    )
+    if abs(skew) > MAX_SKEW_S:
+        return Check(name, "clock", "failed", f"{skew:+.1f} s against this machine; run NTP")
+    return Check(name, "clock", "ok", f"{skew:+.1f} s against this machine")
 
 
 def _request(prompt: Sequence[int], tokens: int, *, temperature: float) -> dict[str, Any]:
@@ -327,5 +318,5 @@ def _failing(checks: list[Check], subject: str, name: str) -> Iterator[None]:
     """Whatever an engine answers wrongly becomes a failed check, so that the others still run."""
     try:
         yield
-    except (aiohttp.ClientError, asyncio.TimeoutError, EngineError, KeyError, IndexError, ZeroDivisionError) as error:
+    except (EngineError, *UNREADABLE) as error:
         checks.append(Check(subject, name, "failed", f"{type(error).__name__}: {error}"))

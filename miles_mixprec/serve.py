@@ -26,7 +26,7 @@ from miles_mixprec.providers.process import EngineProcess
 from miles_mixprec.providers.static import StaticProvider
 from miles_mixprec.weights.checkpoint import decode_checkpoint, encode_checkpoint
 
-Say = Callable[[str], None]
+REGISTRATION_S = 60.0  # from the start of the sidecars to the last engine in the router
 
 
 @dataclass
@@ -66,8 +66,7 @@ def running(
     *,
     engine_python: str = sys.executable,
     engine_env: Mapping[str, str] | None = None,
-    say: Say = print,
-    timeout_s: float = 600.0,
+    say: Callable[[str], None] = print,
 ) -> Iterator[Services]:
     """Start a run's services, ready to serve version 0, and stop every process of them on the way out.
 
@@ -84,9 +83,7 @@ def running(
         for pool in config.fleet.pools:
             services.provider.launch(pool)
         engines = await_engines(
-            services.provider,
-            timeout_s=timeout_s,
-            on_ready=lambda engine: say(f"engine {engine.name} at {engine.url}"),
+            services.provider, on_ready=lambda engine: say(f"engine {engine.name} at {engine.url}")
         )
         asyncio.run(require_capabilities(config, engines))
         _start_followers(services, engines)
@@ -115,8 +112,7 @@ def claim_run_dir(config: Config) -> None:
     path, values = directory / CONFIG, to_mapping(config)
     if path.exists():
         before = yaml.safe_load(path.read_text())
-        changed = sorted(key for key in values if key not in _MAY_CHANGE and before.get(key) != values[key])
-        if changed:
+        if changed := sorted(key for key in values if key not in _MAY_CHANGE and before.get(key) != values[key]):
             raise ConfigError(
                 f"run_dir={config.run_dir} holds a run with another {', '.join(changed)}; "
                 "choose another run_dir, or delete the folder to start over"
@@ -135,18 +131,18 @@ def start_models(config: Config) -> dict[str, str]:
     """
     fleet, root = config.fleet, Path(config.run_dir) / "start"
     models = {"bf16": fleet.model}
-    for view in fleet.views:
-        if view == "bf16":
-            continue
+    for view in sorted(set(fleet.views) - {"bf16"}):
         executions = {pool.execution for pool in fleet.pools.values() if pool.view == view}
         if len(executions) > 1:
             raise ConfigError(f"fleet {fleet.name}: pools of view {view} differ in execution; use one per view")
-        encoded, decoded = root / view, root / f"{view}-decoded"
-        if not (encoded / "config.json").exists():
-            encode_checkpoint(Path(fleet.model), view, encoded)
-        if executions == {"dequantized"} and not (decoded / "config.json").exists():
-            decode_checkpoint(encoded, decoded)
-        models[view] = str(decoded if executions == {"dequantized"} else encoded)
+        start = root / view
+        if not (start / "config.json").exists():
+            encode_checkpoint(Path(fleet.model), view, start)
+        if executions == {"dequantized"}:
+            encoded, start = start, root / f"{view}-decoded"
+            if not (start / "config.json").exists():
+                decode_checkpoint(encoded, start)
+        models[view] = str(start)
     return models
 
 
@@ -159,10 +155,9 @@ async def require_capabilities(config: Config, engines: Sequence[Engine]) -> Non
             try:
                 for check in await doctor.check_engine(http, engine.name, engine.url, algo, prompt):
                     if check.status == "failed" and check.name != "clock":  # a busy start answers late
-                        raise CapabilityError(
-                            f"pool {engine.pool}: engine {engine.name}: {check.name}: {check.detail}"
-                        )
-            except (aiohttp.ClientError, KeyError, TypeError, ValueError) as error:
+                        found = f"{check.name}: {check.detail}"
+                        raise CapabilityError(f"pool {engine.pool}: engine {engine.name}: {found}")
+            except doctor.UNREADABLE as error:
                 raise EngineError(
                     f"pool {engine.pool}: engine {engine.name} at {engine.url} answers garbage "
                     f"({type(error).__name__}: {error}); is it SGLang 0.5.23 or later?"
@@ -216,7 +211,7 @@ def _start_router(services: Services) -> str:
 
 def _start_followers(services: Services, engines: Sequence[Engine]) -> None:
     config = services.config
-    shards = config.weights.encoders if any(view != "bf16" for view in config.fleet.views) else 0
+    shards = config.weights.encoders if set(config.fleet.views) != {"bf16"} else 0
     for shard in range(shards):
         _start(services, f"encoder-{shard}", "-m", "miles_mixprec.weights.encode", "--shard", f"{shard}/{shards}")
     if config.fleet.provider == "ray":
@@ -230,9 +225,9 @@ def _start_followers(services: Services, engines: Sequence[Engine]) -> None:
     )
 
 
-def _await_registration(services: Services, engines: Sequence[Engine], timeout_s: float = 60.0) -> None:
+def _await_registration(services: Services, engines: Sequence[Engine]) -> None:
     """Wait until the router knows every engine. Raises EngineError."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + REGISTRATION_S
     while True:
         with urllib.request.urlopen(f"{services.router_url}/workers", timeout=10) as reply:
             known = {worker["url"].rstrip("/") for worker in json.load(reply)["workers"]}
@@ -242,8 +237,8 @@ def _await_registration(services: Services, engines: Sequence[Engine], timeout_s
         services.check()
         if time.monotonic() > deadline:
             raise EngineError(
-                f"pool {missing[0].pool}: engine {missing[0].name} is unknown to the router after {timeout_s:g} s; "
-                f"see the sidecars' log in {services.config.run_dir}/logs"
+                f"pool {missing[0].pool}: engine {missing[0].name} is unknown to the router after "
+                f"{REGISTRATION_S:g} s; see the sidecars' log in {services.config.run_dir}/logs"
             )
         time.sleep(0.1)
 

@@ -215,6 +215,20 @@ def test_unreachable_engine_does_not_hide_the_others(tmp_path: Path) -> None:
     assert found(diagnosis, "bf16/0", "log-prob parity").status == "ok"
 
 
+def test_an_engine_that_answers_something_else_fails_its_check(tmp_path: Path) -> None:
+    async def nothing(request: web.Request) -> web.Response:
+        return web.json_response(None)
+
+    async def run() -> doctor.Diagnosis:
+        app = web.Application()
+        app.add_routes([web.get("/server_info", nothing)])
+        async with TestServer(app) as server:
+            urls = {"bf16/0": str(server.make_url(""))}
+            return await doctor.diagnose(config(tmp_path), urls, token_range=(0, VOCABULARY), today=PRICES_AS_OF)
+
+    assert found(asyncio.run(run()), "bf16/0", "reachable").status == "failed"
+
+
 def test_router_must_pass_everything_on(tmp_path: Path) -> None:
     named = {"X-Mixprec-Pool": "bf16", "X-Mixprec-Engine": "bf16/0", "X-Mixprec-View": "bf16"}
     good = diagnose(config(tmp_path), {"bf16/0": Engine()}, Engine(headers=named))

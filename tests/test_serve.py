@@ -67,7 +67,10 @@ def answering():
         server.server_close()
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"text": "hello"}'])
+ONE_CANDIDATE = {"meta_info": {"weight_version": "0", "output_top_logprobs": [[[-0.1, 5, None]]]}}
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"text": "hello"}', json.dumps(ONE_CANDIDATE).encode()])
 def test_an_engine_that_answers_garbage_stops_the_start(answering, body):
     with pytest.raises(EngineError, match=r"pool fp8: engine fp8/0 .* answers garbage"):
         asyncio.run(serve.require_capabilities(load(), [answering(body)]))
