@@ -53,12 +53,10 @@ def serve(arguments: Arguments) -> None:
 
 
 def report(arguments: Arguments) -> None:
-    from miles_mixprec.guard.report import write_comparison, write_report
+    from miles_mixprec.guard.report import write_all
 
-    for run_dir in arguments.run_dirs:
-        console.print(f"wrote {write_report(run_dir)}")
-    if len(arguments.run_dirs) > 1:
-        console.print(f"wrote {write_comparison(arguments.run_dirs, Path(arguments.run_dirs[0]) / 'comparison.html')}")
+    for path in write_all(arguments.run_dirs):
+        console.print(f"wrote {path}")
 
 
 def plan(arguments: Arguments) -> None:
@@ -186,24 +184,13 @@ def doctor(arguments: Arguments) -> int:
 
 def _print_costs(rows: Sequence[Any], updates_per_hour: float) -> None:
     """One fleet per row, the planned one first; the last column compares with it."""
-    headings = [
-        "fleet",
-        "engines",
-        "GPUs",
-        "slots",
-        "billed $/h",
-        "busy",
-        "idle",
-        "$/slot-h",
-        "$/update",
-        "against plan",
-    ]
-    table = Table(*headings)
+    costs = ("billed $/h", "busy", "idle", "$/slot-h", "$/update", "against plan")
+    table = Table("fleet", "engines", "GPUs", "slots", *costs)
     for row in rows:
-        per_update = f"{row.per_update(updates_per_hour):.2f}" if updates_per_hour else "-"
-        cells = [row.name, row.engines, row.accelerators, f"{row.slots:,}", f"{row.billed:.2f}", f"{row.busy:.2f}"]
-        cells += [f"{row.idle:.2f}", f"{row.per_slot:.3f}", per_update, f"{row.billed / rows[0].billed - 1:+.1%}"]
-        table.add_row(*map(str, cells))
+        per_update = f"{row.billed / updates_per_hour:.2f}" if updates_per_hour else "-"
+        cells = [row.name, f"{row.engines}", f"{row.accelerators}", f"{row.slots:,}", f"{row.billed:.2f}"]
+        cells += [f"{row.busy:.2f}", f"{row.idle:.2f}", f"{row.billed / row.slots:.3f}", per_update]
+        table.add_row(*cells, f"{row.billed / rows[0].billed - 1:+.1%}")
     console.print(table)
 
 

@@ -103,6 +103,22 @@ def test_doctor_asks_the_router_for_its_engines(capsys: pytest.CaptureFixture[st
     assert code == 2 and "start it or correct --router" in err
 
 
+def test_report_compares_several_runs_beside_their_folders(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written: list[Path] = []
+
+    def write(run_dirs: Path | list[str], path: Path | None = None) -> Path:
+        written.append(path or Path(str(run_dirs)) / "report.html")
+        return written[-1]
+
+    monkeypatch.setattr("miles_mixprec.guard.report.write_report", write)
+    monkeypatch.setattr("miles_mixprec.guard.report.write_comparison", write)
+    code, out, _ = run(capsys, "report", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert code == 0 and out.count("wrote ") == 3
+    assert written == [tmp_path / "a" / "report.html", tmp_path / "b" / "report.html", tmp_path / "comparison.html"]
+
+
 @pytest.mark.parametrize("command", ["plan", "flags", "doctor", "serve", "bench", "report"])
 def test_help_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as exit:

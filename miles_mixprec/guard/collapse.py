@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import fmean, median
@@ -71,32 +71,27 @@ class Guard:
                 self._peak = max(self._peak, fmean(self._rewards))
         if len(self._start) < self.thresholds.baseline_updates:
             self._start.append(now)
-            self._limits = limits(self._start, self.thresholds)
+            self._limits = _limits(self._start, self.thresholds)
             return Verdict(now.update, Level.BASELINE)
 
-        run = {
-            name: (value, self._limits[name]) for name, value in self._readings(now).items() if name in self._limits
+        readings = {name: (value, self._limits.get(name)) for name, value in self._readings(now).items()}
+        standing = {
+            sign: f"{_MEANING.get(sign, f'KL of {sign}')}: {value:.3g}, limit {limit:.3g}"
+            for sign, (value, limit) in (readings | self._pool_kl(now)).items()
+            if value is not None and limit is not None and self._stands(sign, value, limit)
         }
-        pools = self._pool_kl(now)
-        standing = {sign for sign, (value, limit) in (run | pools).items() if self._stands(sign, value, limit)}
-        mode = _mode(standing)
+        mode = _mode(standing.keys())
         return Verdict(
             update=now.update,
             level=Level.COLLAPSE if mode else Level.WARNING if standing else Level.HEALTHY,
             mode=mode,
-            signs=tuple(sign for sign in run | pools if sign in standing),
-            reasons=tuple(
-                f"{_MEANING.get(sign, f'KL of {sign}')}: {value:.3g}, limit {limit:.3g}"
-                for sign, (value, limit) in (run | pools).items()
-                if sign in standing
-            ),
-            pools_to_quarantine=tuple(sign.removeprefix("pool ") for sign in pools if sign in standing),
+            signs=tuple(standing),
+            reasons=tuple(standing.values()),
+            pools_to_quarantine=tuple(sign.removeprefix("pool ") for sign in standing if sign not in _MEANING),
         )
 
-    def _stands(self, sign: str, value: float | None, limit: float) -> bool:
-        """The sign was there `patience` times in a row. An update that does not tell is skipped."""
-        if value is None:
-            return False
+    def _stands(self, sign: str, value: float, limit: float) -> bool:
+        """The sign was there `patience` times in a row; updates that do not tell are not asked."""
         self._streaks[sign] = 0 if value <= limit else self._streaks[sign] + 1  # nan is above any limit
         return self._streaks[sign] >= self.thresholds.patience
 
@@ -133,25 +128,20 @@ class Guard:
         }
 
 
-def limits(start: Sequence[Signals], thresholds: Thresholds) -> dict[str, float]:
+def _limits(start: Sequence[Signals], thresholds: Thresholds) -> dict[str, float]:
     """The limit of each sign, from the run's first updates. A sign that they say nothing of has none."""
-    kl = _typical(s.kl.value for s in start)
-    grad_norm = _typical(s.grad_norm for s in start)
-    tail_ratio = _typical(s.tail_ratio.value for s in start)
-    format_errors = _typical(s.format_errors.value for s in start)
-    length = _typical(s.length_capped.value for s in start)
     found = {"reward": thresholds.reward_fall}
-    if kl:
+    if kl := _typical(s.kl.value for s in start):
         found["kl"] = thresholds.kl_growth * kl
-    if grad_norm:
+    if grad_norm := _typical(s.grad_norm for s in start):
         found["grad_norm"] = thresholds.grad_norm_growth * grad_norm
-    if tail_ratio:
+    if tail_ratio := _typical(s.tail_ratio.value for s in start):
         found["tail_ratio"] = thresholds.tail_ratio * max(1.0, tail_ratio)
     # A share's limit: so many of the episodes that were fine at the start no longer are.
-    if format_errors is not None:
-        found["format_errors"] = format_errors + thresholds.format_error_share * (1 - format_errors)
-    if length is not None:
-        found["length"] = length + thresholds.length_cap_share * (1 - length)
+    if (errors := _typical(s.format_errors.value for s in start)) is not None:
+        found["format_errors"] = errors + thresholds.format_error_share * (1 - errors)
+    if (capped := _typical(s.length_capped.value for s in start)) is not None:
+        found["length"] = capped + thresholds.length_cap_share * (1 - capped)
     return found
 
 
@@ -166,7 +156,7 @@ def _typical(values: Iterable[float | None]) -> float | None:
     return median(finite) if finite else None
 
 
-def _mode(standing: set[str]) -> str | None:
+def _mode(standing: Set[str]) -> str | None:
     if "length" in standing and standing & {"reward", "kl"}:
         return LENGTH
     return THREE_SIGNS if len(standing & {"reward", "kl", "format_errors"}) >= 2 else None

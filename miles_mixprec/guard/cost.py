@@ -1,8 +1,7 @@
-"""What an update's samples cost, per pool, in two ways that must not be mixed up.
+"""What an update's samples cost, per pool, in two ways that must not be mixed up (docs/cost.md).
 
 *Billed*: what the provider charges for the pool's engines while the update lasts, idle or not. *Busy*: what the
-samples would cost at the pool's benchmarked rate, as if nothing idled. A mix can be cheaper by the second and dearer
-by the first, so both are reported.
+samples would cost at the pool's benchmarked rate, as if nothing idled.
 """
 
 from __future__ import annotations

@@ -23,11 +23,7 @@ RUN_WIDTH, POOL_WIDTH = 74, 11  # characters of the table's columns
 
 
 def follow(
-    run_dir: str | os.PathLike[str],
-    stop: Event,
-    *,
-    console: Console | None = None,
-    poll_s: float = 0.5,
+    run_dir: str | os.PathLike[str], stop: Event, *, console: Console | None = None, poll_s: float = 0.5
 ) -> None:
     """Show the run in `run_dir` until `stop` is set, and what was logged until then.
 
@@ -60,17 +56,11 @@ def table(run: Sequence[Signals], config: Config) -> Table:
     """The newest `ROWS` updates."""
     fleet = config.fleet
     dequantized = [name for name, pool in fleet.pools.items() if pool.execution == "dequantized"]
-    note = (
-        f"\n* dequantized: encoded to its format, decoded to BF16 to run ({', '.join(dequantized)})"
-        if dequantized
-        else ""
-    )
-    view = Table(
-        title=f"{config.algo.name} on {fleet.name}: {len(run)} of {config.updates} updates",
-        caption=f"per pool: share of the samples, sampler-trainer KL{note}",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    title = f"{config.algo.name} on {fleet.name}: {len(run)} of {config.updates} updates"
+    caption = "per pool: share of the samples, sampler-trainer KL"
+    if dequantized:
+        caption += f"\n* dequantized: encoded to its format, decoded to BF16 to run ({', '.join(dequantized)})"
+    view = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("update", *(name for name, _ in _run_cells(Signals(update=0), fleet))):
         view.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for name in fleet.pools:

@@ -2,14 +2,14 @@
 
     python -m miles_mixprec.guard.report RUN_DIR [RUN_DIR ...]
 
-One folder gives `RUN_DIR/report.html`; several also give `comparison.html` beside the first.
+One folder gives `RUN_DIR/report.html`; several also give `comparison.html` beside the folder of the first.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,6 +25,7 @@ from miles_mixprec.guard.checks import checks, declared_share, of_pool, sampled_
 from miles_mixprec.guard.collapse import Level, Verdict, judge
 from miles_mixprec.guard.plots import TEXT, Series, line_plot
 from miles_mixprec.guard.signals import (
+    NOTHING,
     EvalLine,
     Mean,
     MetricsLog,
@@ -72,11 +73,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     return Run(config, signals, evals, judge(config.guard, signals))
 
 
-def write_report(
-    run_dir: str | os.PathLike[str],
-    *,
-    rates: Mapping[str, float] | None = None,
-) -> Path:
+def write_report(run_dir: str | os.PathLike[str], *, rates: Mapping[str, float] | None = None) -> Path:
     """Write `<run_dir>/report.html` and return its path.
 
     `rates` are benchmarked tokens per hour and engine, by pool; with them the table states busy cost beside billed.
@@ -84,7 +81,7 @@ def write_report(
     run = load_run(run_dir)
     config, signals = run.config, run.signals
     onsets = _onsets(run.verdicts)
-    page = render(
+    page = _render(
         "report.html",
         title=run.label,
         subtitle=f"Run {config.run_id}, {len(signals)} of {config.updates} updates",
@@ -105,14 +102,20 @@ def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], path: str | os.
     groups: dict[str, list[Run]] = {}
     for run in map(load_run, run_dirs):
         groups.setdefault(run.label, []).append(run)
-    facts = [(label, f"{len(runs)} run{'s' * (len(runs) > 1)}") for label, runs in groups.items()]
-    page = render(
+    page = _render(
         "comparison.html",
         title="Runs compared",
-        facts=facts,
+        facts=[(label, f"{len(runs)} run{'s' if len(runs) > 1 else ''}") for label, runs in groups.items()],
         figures=comparison_plots({label: [run.signals for run in runs] for label, runs in groups.items()}),
     )
     return _write(Path(path), page)
+
+
+def write_all(run_dirs: Sequence[str]) -> Iterator[Path]:
+    """Write the report of every run and, beside the folder of the first, a comparison if there are several."""
+    yield from map(write_report, run_dirs)
+    if len(run_dirs) > 1:
+        yield write_comparison(run_dirs, Path(run_dirs[0]).resolve().parent / COMPARISON)
 
 
 # --- plots ---------------------------------------------------------------------------------------------------------
@@ -120,71 +123,69 @@ def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], path: str | os.
 
 @dataclass(frozen=True)
 class Curve:
-    """A signal of the whole run that is worth a plot."""
+    """A signal that is worth a plot; `by_pool` ones have a line per pool in a run's report."""
 
     title: str
     note: str
-    value: Callable[[Signals], float | None]
+    value: Callable[[Any], float | None]  # of Signals and, by pool, of PoolSignals
     log: bool = False
     percent: bool = False
+    by_pool: bool = False
+
+    def plot(self, series: Sequence[Series], marks: Mapping[str, int] | None = None) -> Plot:
+        return Plot(self.title, self.note, line_plot(series, log=self.log, percent=self.percent, marks=marks))
 
 
 CURVES = (
     Curve("Reward", "mean of the samples", lambda s: s.reward.value),
-    Curve("Sampler-trainer KL", "nats per token", lambda s: s.kl.value, log=True),
+    Curve("Sampler-trainer KL", "nats per token", lambda s: s.kl.value, log=True, by_pool=True),
     Curve("Tail ratio", "mass off the recorded head, sampler to trainer", lambda s: s.tail_ratio.value, log=True),
     Curve("Mass ratio", "mass on the recorded head or support, sampler to trainer", lambda s: s.mass_ratio.value),
-    Curve("Masked", "share of tokens with a weight out of bounds", lambda s: s.masked.value, percent=True),
-    Curve("Staleness", "updates between sampling and training", lambda s: s.staleness.value),
-    Curve("Format errors", "share of episodes that end on them", lambda s: s.format_errors.value, percent=True),
+    Curve(
+        "Masked", "share of tokens with a weight out of bounds", lambda s: s.masked.value, percent=True, by_pool=True
+    ),
+    Curve("Staleness", "updates between sampling and training", lambda s: s.staleness.value, by_pool=True),
+    Curve(
+        "Format errors",
+        "share of episodes that end on them",
+        lambda s: s.format_errors.value,
+        percent=True,
+        by_pool=True,
+    ),
     Curve("Maximum length", "share of samples that reach it", lambda s: s.length_capped.value, percent=True),
     Curve("Entropy", "nats per token", lambda s: s.entropy.value),
     Curve("Gradient norm", "", lambda s: s.grad_norm, log=True),
     Curve("Response length", "tokens per sample", lambda s: s.response_tokens.value),
 )
 
-BY_POOL: dict[str, Callable[[PoolSignals], float | None]] = {
-    "Sampler-trainer KL": lambda p: p.kl.value,
-    "Masked": lambda p: p.masked.value,
-    "Staleness": lambda p: p.staleness.value,
-    "Format errors": lambda p: p.format_errors.value,
-}
-
 
 def run_plots(run: Run, marks: Mapping[str, int]) -> list[Plot]:
-    """Every plot of one run, the curves of `BY_POOL` with a line per pool."""
-    updates = [s.update for s in run.signals]
+    """Every plot of one run. `marks` are labelled updates."""
+    signals, fleet = run.signals, run.config.fleet
+    updates = [s.update for s in signals]
     plots = []
     for curve in CURVES:
-        values = [curve.value(s) for s in run.signals]
+        values = [curve.value(s) for s in signals]
         if all(v is None for v in values):
             continue
         series = [Series("all", updates, values, color=TEXT)]
-        if curve.title in BY_POOL and len(run.config.fleet.pools) > 1:
-            value = BY_POOL[curve.title]
+        if curve.by_pool and len(fleet.pools) > 1:
             series = [
-                Series(name, updates, [value(s.pools[name]) if name in s.pools else None for s in run.signals])
-                for name in run.config.fleet.pools
+                Series(name, updates, [curve.value(s.pools[name]) if name in s.pools else None for s in signals])
+                for name in fleet.pools
             ]
         if curve.title == "Reward" and run.evals:
             at = [e.update for e in run.evals]
-            series += [
-                Series("held-out pass@1", at, [e.pass_1 for e in run.evals]),
-                Series("held-out pass@4", at, [e.pass_4 for e in run.evals]),
-            ]
-        plots.append(
-            Plot(curve.title, curve.note, line_plot(series, log=curve.log, percent=curve.percent, marks=marks))
-        )
-    if lags := sorted({group for s in run.signals for group in s.kl_by if group.startswith("lag/")}):
-        series = [
-            Series(lag[4:], updates, [s.kl_by[lag].value if lag in s.kl_by else None for s in run.signals])
-            for lag in lags
-        ]
+            series.append(Series("held-out pass@1", at, [e.pass_1 for e in run.evals]))
+            series.append(Series("held-out pass@4", at, [e.pass_4 for e in run.evals]))
+        plots.append(curve.plot(series, marks))
+    if lags := sorted({lag for s in signals for lag in s.kl_by_lag}):
+        series = [Series(lag, updates, [s.kl_by_lag.get(lag, NOTHING).value for s in signals]) for lag in lags]
         svg = line_plot(series, log=True, marks=marks)
         plots.insert(2, Plot("KL by staleness", "nats per token, by updates between sampling and training", svg))
-    dollars = [sum(cost.billed(run.config.fleet, s.seconds).values()) for s in run.signals]
-    seconds = [s.seconds for s in run.signals]
-    plots.append(Plot("Duration", "seconds per update", line_plot([Series("all", updates, seconds, color=TEXT)])))
+    svg = line_plot([Series("all", updates, [s.seconds for s in signals], color=TEXT)])
+    plots.append(Plot("Duration", "seconds per update", svg))
+    dollars = [sum(cost.billed(fleet, s.seconds).values()) for s in signals]
     if any(dollars):
         svg = line_plot([Series("all", updates, dollars, color=TEXT)])
         plots.append(Plot("Sampler cost", "$ per update, billed at the configured prices", svg))
@@ -202,7 +203,7 @@ def comparison_plots(
             for label, runs in groups.items()
         ]
         if series := [line for line in lines if line.x]:
-            plots.append(Plot(curve.title, curve.note, line_plot(series, log=curve.log, percent=curve.percent)))
+            plots.append(curve.plot(series))
     return plots
 
 
@@ -305,8 +306,7 @@ def _onsets(verdicts: Sequence[Verdict]) -> dict[str, int]:
 _pages = Environment(loader=PackageLoader("miles_mixprec.guard", ""), autoescape=True, undefined=StrictUndefined)
 
 
-def render(template: str, **values: Any) -> str:
-    """The page from one of this folder's templates."""
+def _render(template: str, **values: Any) -> str:
     return _pages.get_template(template).render(**values)
 
 
@@ -321,10 +321,8 @@ def main(run_dirs: Sequence[str]) -> None:
     if not run_dirs:
         raise SystemExit("usage: python -m miles_mixprec.guard.report RUN_DIR [RUN_DIR ...]")
     try:
-        for run_dir in run_dirs:
-            print(write_report(run_dir))
-        if len(run_dirs) > 1:
-            print(write_comparison(run_dirs, Path(run_dirs[0]).parent / COMPARISON))
+        for path in write_all(run_dirs):
+            print(path)
     except MixprecError as error:
         raise SystemExit(str(error)) from error
 

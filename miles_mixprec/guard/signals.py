@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,8 +132,11 @@ class Mean:
         return Mean(self.num + other.num, self.den + other.den)
 
 
+NOTHING = Mean()
+
+
 def total(means: Iterable[Mean]) -> Mean:
-    return sum(means, Mean())
+    return sum(means, NOTHING)
 
 
 @dataclass(frozen=True)
@@ -157,23 +160,22 @@ class Signals:
     """One update. Shares and means are over samples, or tokens where the loss computed them."""
 
     update: int
-    reward: Mean = field(default_factory=Mean)
-    format_errors: Mean = field(default_factory=Mean)
-    length_capped: Mean = field(default_factory=Mean)
-    response_tokens: Mean = field(default_factory=Mean)
-    staleness: Mean = field(default_factory=Mean)
-    kl: Mean = field(default_factory=Mean)
-    tail_ratio: Mean = field(default_factory=Mean)  # sampler's mass off the recorded head / trainer's
-    mass_ratio: Mean = field(default_factory=Mean)  # sampler's mass on the recorded head or support / trainer's
-    ratio_tail: Mean = field(default_factory=Mean)  # share of tokens with a far-off importance ratio
-    masked: Mean = field(default_factory=Mean)
-    entropy: Mean = field(default_factory=Mean)
-    rejected: Mean = field(default_factory=Mean)  # share of samples that failed a contract
+    reward: Mean = NOTHING
+    format_errors: Mean = NOTHING
+    length_capped: Mean = NOTHING
+    response_tokens: Mean = NOTHING
+    staleness: Mean = NOTHING
+    kl: Mean = NOTHING
+    tail_ratio: Mean = NOTHING  # sampler's mass off the recorded head / trainer's
+    mass_ratio: Mean = NOTHING  # sampler's mass on the recorded head or support / trainer's
+    masked: Mean = NOTHING
+    entropy: Mean = NOTHING
+    rejected: Mean = NOTHING  # share of samples that failed a contract
     grad_norm: float | None = None  # inf when it was not finite
     seconds: float = 0.0
     time: float = 0.0
     pools: dict[str, PoolSignals] = field(default_factory=dict)
-    kl_by: dict[str, Mean] = field(default_factory=dict)  # by view/<name>, lag/<range of staleness>
+    kl_by_lag: dict[str, Mean] = field(default_factory=dict)  # by range of staleness
 
 
 def signals_of(rollout: RolloutLine, train: TrainLine) -> Signals:
@@ -182,8 +184,10 @@ def signals_of(rollout: RolloutLine, train: TrainLine) -> Signals:
     def share(count: float) -> Mean:
         return Mean(count, rollout.samples)
 
+    def loss(group: str, name: str) -> Mean:
+        return Mean(*(_sum(train, f"{group}/{name}_{part}") for part in ("num", "den")))
+
     def pool(name: str, part: PoolRollout) -> PoolSignals:
-        group = f"pool/{name}"
         return PoolSignals(
             share=share(part.samples),
             tokens=part.tokens,
@@ -193,11 +197,12 @@ def signals_of(rollout: RolloutLine, train: TrainLine) -> Signals:
             aborted=Mean(part.aborted, part.samples + part.aborted),
             staleness=Mean(part.staleness * part.samples, part.samples),
             versions=part.versions,
-            kl=_mean(train.metrics, group, "kl"),
-            masked=_mean(train.metrics, group, "masked"),
+            kl=loss(f"pool/{name}", "kl"),
+            masked=loss(f"pool/{name}", "masked"),
         )
 
     pools = {name: pool(name, part) for name, part in rollout.per_pool.items()}
+    lags = {key.split("/")[2] for key in train.metrics if key.startswith("mixprec/lag/")}
     return Signals(
         update=train.update,
         reward=share(rollout.reward * rollout.samples),
@@ -205,34 +210,22 @@ def signals_of(rollout: RolloutLine, train: TrainLine) -> Signals:
         length_capped=share(rollout.length_capped),
         response_tokens=share(rollout.response_tokens * rollout.samples),
         staleness=total(part.staleness for part in pools.values()),
-        **{
-            name: _mean(train.metrics, "all", name)
-            for name in ("kl", "tail_ratio", "ratio_tail", "masked", "entropy", "rejected")
-        },
-        mass_ratio=Mean(
-            _sum(train.metrics, "mixprec/all/sampler_mass_num"), _sum(train.metrics, "mixprec/all/trainer_mass_num")
-        ),
+        **{name: loss("all", name) for name in ("kl", "tail_ratio", "masked", "entropy", "rejected")},
+        mass_ratio=Mean(_sum(train, "all/sampler_mass_num"), _sum(train, "all/trainer_mass_num")),
         grad_norm=math.inf if train.grad_norm is None else train.grad_norm,
         seconds=train.seconds,
         time=train.time,
         pools=pools,
-        kl_by={
-            group: _mean(train.metrics, group, "kl")
-            for key in train.metrics
-            if (group := key.removeprefix("mixprec/").removesuffix("/kl_num")).startswith(("view/", "lag/"))
-            and key.endswith("/kl_num")
-        },
+        kl_by_lag={lag: loss(f"lag/{lag}", "kl") for lag in lags},
     )
 
 
 def finished(lines: Iterable[Line]) -> list[Signals]:
     """The signals of every update whose rollout and training are both logged, in order."""
-    by_kind: dict[type, dict[int, Line]] = {}
-    for line in lines:
-        by_kind.setdefault(type(line), {})[line.update] = line
-    rollouts = by_kind.get(RolloutLine, {})
-    trains = by_kind.get(TrainLine, {})
-    return [signals_of(rollouts[n], trains[n]) for n in sorted(rollouts.keys() & trains.keys())]  # type: ignore[arg-type]
+    known = list(lines)
+    rollouts = {line.update: line for line in known if isinstance(line, RolloutLine)}
+    trains = {line.update: line for line in known if isinstance(line, TrainLine)}
+    return [signals_of(rollouts[n], trains[n]) for n in sorted(rollouts.keys() & trains.keys())]
 
 
 def read_config(run_dir: str | os.PathLike[str]) -> Config:
@@ -248,10 +241,6 @@ def read_signals(run_dir: str | os.PathLike[str]) -> list[Signals]:
     return finished(MetricsLog(run_dir).read())
 
 
-def _mean(metrics: Mapping[str, float | None], group: str, name: str) -> Mean:
-    return Mean(*(_sum(metrics, f"mixprec/{group}/{name}_{part}") for part in ("num", "den")))
-
-
-def _sum(metrics: Mapping[str, float | None], key: str) -> float:
-    value = metrics.get(key, 0.0)
+def _sum(train: TrainLine, key: str) -> float:
+    value = train.metrics.get(f"mixprec/{key}", 0.0)
     return math.inf if value is None else value

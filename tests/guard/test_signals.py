@@ -57,6 +57,7 @@ def test_signals_of_an_update(tmp_path: Path) -> None:
             pool__bf16__kl_den=0.0,
             view__fp8__kl_num=1.9,
             view__fp8__kl_den=300.0,
+            **{"lag__0-1__kl_num": 1.9, "lag__0-1__kl_den": 300.0},
         )
     )
     (signals,) = read_signals(tmp_path)
@@ -74,7 +75,7 @@ def test_signals_of_an_update(tmp_path: Path) -> None:
     assert fp8.versions == (3, 5)
     assert fp8.kl.value == pytest.approx(1.9 / 300)
     assert bf16.kl.value is None, "no token of this pool carried a gradient"
-    assert {group: kl.value for group, kl in signals.kl_by.items()} == {"view/fp8": pytest.approx(1.9 / 300)}
+    assert {lag: kl.value for lag, kl in signals.kl_by_lag.items()} == {"0-1": pytest.approx(1.9 / 300)}
     assert signals.mass_ratio.value == 0.75
 
 
