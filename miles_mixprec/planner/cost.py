@@ -39,26 +39,13 @@ class FleetCost:
         return self.accelerator_hourly + self.machine_hourly
 
     @property
-    def utilisation(self) -> float:
-        """Sessions per slot; above 1 the fleet misses its latency target."""
-        return self.sessions / self.slots
-
-    @property
     def busy(self) -> float:
-        return self.billed * min(1.0, self.utilisation)
+        """Sessions beyond the slots wait, or miss the latency target; they cost nothing more."""
+        return self.billed * min(1.0, self.sessions / self.slots)
 
     @property
     def idle(self) -> float:
         return self.billed - self.busy
-
-    @property
-    def per_slot(self) -> float:
-        """$ per slot-hour."""
-        return self.billed / self.slots
-
-    def per_update(self, updates_per_hour: float) -> float:
-        """Billed $ per update."""
-        return self.billed / updates_per_hour
 
 
 def fleet_cost(fleet: Fleet, sessions: int | None = None, machine: MachinePrices = INCLUDED) -> FleetCost:

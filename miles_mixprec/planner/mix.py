@@ -48,7 +48,6 @@ class Offer:
     anchors: tuple[Anchor, ...]  # by rising context
     kl: float | None = None  # sampler-trainer KL per token, measured
     max_share: float = 1.0  # of the slots
-    max_engines: int | None = None
 
     def at(self, context: int) -> Anchor:
         """Capacity at `context`: linear between anchors, inversely proportional to the context beyond the last.
@@ -113,7 +112,6 @@ def solve(offers: Sequence[Offer], demand: Demand, limits: Limits = NO_LIMITS) -
     result = milp(
         program.prices,
         constraints=[LinearConstraint(program.matrix, ub=program.upper)],
-        bounds=Bounds(0, program.most),
         integrality=np.ones(len(offers)),
         options={"mip_rel_gap": 1e-4, "time_limit": 30.0},
     )
@@ -131,89 +129,76 @@ def solve(offers: Sequence[Offer], demand: Demand, limits: Limits = NO_LIMITS) -
 
 
 def marginals(offers: Sequence[Offer], demand: Demand, limits: Limits = NO_LIMITS) -> Marginals:
-    """Shadow prices at the optimum of the relaxed program."""
+    """Shadow prices at the optimum of the relaxed program, for a demand that `solve` can carry."""
     program = _Program(offers, demand, limits)
     relaxed = program.relaxed()
-    if relaxed.x is None:
-        raise ConfigError(program.shortfall())
     duals = dict(zip(program.rows, relaxed.ineqlin.marginals, strict=True))
     return Marginals(
         session=-duals.get("sessions", 0.0),
         reduced={o.name: float(r) for o, r in zip(offers, relaxed.lower.marginals, strict=True)},
-        accelerator={name: -duals[f"available {name}"] for name in limits.available if f"available {name}" in duals},
+        accelerator={name: -duals[f"available {name}"] for name in limits.available},
     )
 
 
 class _Program:
-    """Rows of `matrix @ n <= upper`, each with a name."""
+    """Rows of `matrix @ n <= upper`, each with a name, for engine counts n >= 0."""
 
     def __init__(self, offers: Sequence[Offer], demand: Demand, limits: Limits) -> None:
         if not offers:
             raise ConfigError("no offers to plan with; name a fleet whose pools are the candidates")
         if demand.sessions <= 0 and demand.turns_per_hour <= 0:
             raise ConfigError("no demand; state sessions, or updates per hour and turns per update")
-        self.offers, self.demand, self.limits = offers, demand, limits
         self.capacity = [offer.at(demand.context) for offer in offers]
         self.prices = np.array([offer.price for offer in offers])
-        self.most = np.array([np.inf if o.max_engines is None else o.max_engines for o in offers])
-        self.slots = np.array([float(anchor.slots) for anchor in self.capacity])
-        self.rows: list[str] = []
-        self._rows: list[np.ndarray] = []
-        self._upper: list[float] = []
-        self._build()
-        self.matrix, self.upper = np.array(self._rows), np.array(self._upper)
-
-    def _add(self, name: str, row: np.ndarray, upper: float) -> None:
-        self.rows.append(name)
-        self._rows.append(row)
-        self._upper.append(upper)
-
-    def _build(self) -> None:
-        if self.demand.sessions > 0:
-            self._add("sessions", -self.slots, -self.demand.sessions)
-        if self.demand.turns_per_hour > 0:
-            rates = [self._required(o.name, a.turns_per_hour, "a turn rate") for o, a in self._pairs()]
-            self._add("turns", -np.array(rates), -self.demand.turns_per_hour)
-        for name, count in self.limits.available.items():
-            widths = [float(o.accelerators_per_engine if o.accelerator == name else 0) for o in self.offers]
-            self._add(f"available {name}", np.array(widths), count)
-        for i, offer in enumerate(self.offers):
+        slots = np.array([float(anchor.slots) for anchor in self.capacity])
+        rows: dict[str, tuple[np.ndarray, float]] = {}
+        if demand.sessions > 0:
+            rows["sessions"] = -slots, -demand.sessions
+        if demand.turns_per_hour > 0:
+            rates = _known("turn rate", {o.name: a.turns_per_hour for o, a in zip(offers, self.capacity, strict=True)})
+            rows["turns"] = -rates, -demand.turns_per_hour
+        for name, count in limits.available.items():
+            widths = [float(o.accelerators_per_engine if o.accelerator == name else 0) for o in offers]
+            rows[f"available {name}"] = np.array(widths), count
+        for i, offer in enumerate(offers):
             if offer.max_share < 1:
-                row = -offer.max_share * self.slots
-                row[i] += self.slots[i]
-                self._add(f"share {offer.name}", row, 0.0)
-        if self.limits.max_kl is not None:
-            kls = np.array([self._required(o.name, o.kl, "a measured KL") for o in self.offers])
-            self._add("kl", (kls - self.limits.max_kl) * self.slots, 0.0)
-
-    def _pairs(self) -> list[tuple[Offer, Anchor]]:
-        return list(zip(self.offers, self.capacity, strict=True))
-
-    @staticmethod
-    def _required(name: str, value: float | None, what: str) -> float:
-        if value is None:
-            raise ConfigError(
-                f"offer {name}: has no {what[2:]}, which this plan needs; give {what} for it or leave it out"
-            )
-        return value
+                row = -offer.max_share * slots
+                row[i] += slots[i]
+                rows[f"share {offer.name}"] = row, 0.0
+        if limits.max_kl is not None:
+            rows["kl"] = (_known("measured KL", {o.name: o.kl for o in offers}) - limits.max_kl) * slots, 0.0
+        self.rows = list(rows)
+        self.matrix = np.array([row for row, _ in rows.values()])
+        self.upper = np.array([upper for _, upper in rows.values()])
 
     def relaxed(self):  # type: ignore[no-untyped-def]  # scipy's OptimizeResult
-        bounds = [(0, None if np.isinf(most) else most) for most in self.most]
-        return linprog(self.prices, A_ub=self.matrix, b_ub=self.upper, bounds=bounds, method="highs")
+        return linprog(self.prices, A_ub=self.matrix, b_ub=self.upper, method="highs")
 
     def shortfall(self) -> str:
-        """Why nothing carries the demand: the most that the limits allow, or the limit that excludes everything."""
-        keep = [i for i, row in enumerate(self.rows) if row not in ("sessions", "turns")]
-        demand_row = self.rows.index("sessions" if "sessions" in self.rows else "turns")
-        best = milp(
-            self._rows[demand_row],
-            constraints=[LinearConstraint(self.matrix[keep], ub=self.upper[keep])] if keep else [],
-            bounds=Bounds(0, np.minimum(self.most, 1e6)),
-            integrality=np.ones(len(self.offers)),
-        )
-        names = [self.rows[i] for i in keep] or ["engines per offer"]
+        """Why nothing carries the demand: the most that the limits allow of it."""
+        demands = [i for i, row in enumerate(self.rows) if row in ("sessions", "turns")]
+        others = [i for i in range(len(self.rows)) if i not in demands]
+        most = [
+            milp(
+                self.matrix[i],
+                constraints=[LinearConstraint(self.matrix[others], ub=self.upper[others])] if others else [],
+                bounds=Bounds(0, 1e6),
+                integrality=np.ones(len(self.prices)),
+            )
+            for i in demands
+        ]
+        asked = " and ".join(f"{-self.upper[i]:,.0f} {self.rows[i]}" for i in demands)
+        allowed = " and ".join(f"{abs(best.fun):,.0f}" for best in most)
+        names = [self.rows[i] for i in others] or ["what an engine holds"]
         limits = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        return (
-            f"no mix carries {-self.upper[demand_row]:,.0f} {self.rows[demand_row]}: the limits ({limits}) allow "
-            f"{-best.fun:,.0f}; relax one or lower the demand"
-        )
+        return f"no mix carries {asked}: the limits ({limits}) allow {allowed}; relax one or lower the demand"
+
+
+def _known(what: str, values: Mapping[str, float | None]) -> np.ndarray:
+    """`values` by offer as an array. Raises ConfigError for an offer without one."""
+    for name, value in values.items():
+        if value is None:
+            raise ConfigError(
+                f"offer {name}: has no {what}, which this plan needs; give a {what} for it or leave it out"
+            )
+    return np.array(list(values.values()), dtype=float)

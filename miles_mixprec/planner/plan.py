@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from miles_mixprec.config import Fleet
+from miles_mixprec.config import Fleet, Modal, Pool
 from miles_mixprec.errors import ConfigError
 from miles_mixprec.fleet.accelerators import PRICES_AS_OF, hourly_price
 from miles_mixprec.planner.cost import INCLUDED, MachinePrices
@@ -38,8 +40,8 @@ def offers_of(
 ) -> list[Offer]:
     """The pools of `fleet` as offers; `engines` counts for nothing.
 
-    Capacity is what `measured` has for a pool, else `slots_per_engine` at `context` tokens (published, or a prior).
-    Raises ConfigError for measurements or KLs of pools that the fleet lacks.
+    Capacity is what `measured` has for a pool, else `slots_per_engine` at `context` tokens (published, or a prior);
+    `kl` is nats per token. Raises ConfigError for measurements or KLs of pools that the fleet lacks.
     """
     measured, kl = measured or {}, kl or {}
     for name in [*measured, *kl]:
@@ -74,32 +76,21 @@ def anchor_of(result: Mapping[str, Any], latency_s: float) -> Anchor:
     Raises ConfigError if p90 is above the bound at the first point already.
     """
     points = sorted(result["points"], key=lambda point: point["sessions"])
-    within = [i for i, point in enumerate(points) if all(p["p90_s"] <= latency_s for p in points[: i + 1])]
+    within = list(takewhile(lambda point: point["p90_s"] <= latency_s, points))
     if not within:
         first = points[0]
         raise ConfigError(
             f"pool {result['pool']}: p90 turn latency is {first['p90_s']:.1f} s at {first['sessions']} sessions "
             f"already, above the bound of {latency_s:g} s; raise the bound or leave the pool out"
         )
-    last = points[within[-1]]
+    last = within[-1]
     sessions, turns = float(last["sessions"]), float(last["turns_per_hour"])
-    if within[-1] + 1 < len(points):
-        following = points[within[-1] + 1]
+    if len(within) < len(points):
+        following = points[len(within)]
         part = (latency_s - last["p90_s"]) / (following["p90_s"] - last["p90_s"])
         sessions += part * (following["sessions"] - last["sessions"])
         turns += part * (following["turns_per_hour"] - last["turns_per_hour"])
     return Anchor(int(result["context"]), int(sessions), turns)
-
-
-def single_pool_mixes(offers: Sequence[Offer], demand: Demand, limits: Limits = NO_LIMITS) -> dict[str, Mix]:
-    """For every offer that can carry the demand alone: its mix, without share caps."""
-    mixes = {}
-    for offer in offers:
-        try:
-            mixes[offer.name] = solve([replace(offer, max_share=1.0)], demand, limits)
-        except ConfigError:
-            continue
-    return mixes
 
 
 def grow(
@@ -119,76 +110,82 @@ def grow(
 def explain(offers: Sequence[Offer], demand: Demand, limits: Limits, mix: Mix) -> list[str]:
     """One line per offer, cheapest per slot first: how many of it and why, then what the limits cost."""
     values = marginals(offers, demand, limits)
-    lines = []
-    for offer in sorted(offers, key=lambda offer: _per_slot(offer, demand.context)):
-        slots = offer.at(demand.context).slots
-        count = mix.engines.get(offer.name, 0)
-        text = (
-            f"{offer.name}: {count} engines of {slots} slots at ${_per_slot(offer, demand.context):.3f} per slot-hour"
-        )
-        used = sum(
-            mix.engines.get(o.name, 0) * o.accelerators_per_engine
-            for o in offers
-            if o.accelerator == offer.accelerator
-        )
+    slots = {offer.name: offer.at(demand.context).slots for offer in offers}
+    per_slot = {o.name: o.price / slots[o.name] if slots[o.name] else float("inf") for o in offers}
+    used: Counter[str] = Counter()
+    for offer in offers:
+        used[offer.accelerator] += mix.engines.get(offer.name, 0) * offer.accelerators_per_engine
+
+    def why(offer: Offer) -> str:
+        count, each = mix.engines.get(offer.name, 0), slots[offer.name]
         limit = limits.available.get(offer.accelerator)
-        if slots == 0:
-            text += f"; not a single session of {demand.context:,} tokens fits"
-        elif count and limit is not None and used + offer.accelerators_per_engine > limit:
-            text += f"; all {limit} {offer.accelerator} are used"
-        elif count and offer.max_share < 1 and (count + 1) * slots > offer.max_share * (mix.slots + slots):
-            text += f"; at its cap of {offer.max_share:.0%} of the slots"
-        elif count:
-            text += "; cheapest that is left"
-        elif values.reduced[offer.name] > 1e-9:
-            text += f"; would have to be ${values.reduced[offer.name]:.2f} per engine-hour cheaper"
-        else:
-            text += "; no cheaper than what is used"
-        lines.append(text)
-    for name, saving in values.accelerator.items():
-        if saving > 1e-9:
-            lines.append(f"limit on {name}: one more would save ${saving:.2f} per hour")
-    lines.append(f"next session: ${values.session:.3f} per hour; no mix costs less than ${mix.lp_bound:.2f} per hour")
-    return lines
+        if each == 0:
+            return f"not a single session of {demand.context:,} tokens fits"
+        if count and limit is not None and used[offer.accelerator] + offer.accelerators_per_engine > limit:
+            return f"all {limit} {offer.accelerator} are used"
+        if count and offer.max_share < 1 and (count + 1) * each > offer.max_share * (mix.slots + each):
+            return f"at its cap of {offer.max_share:.0%} of the slots"
+        if count:
+            return "cheapest that is left"
+        if values.reduced[offer.name] > 1e-9:
+            return f"would have to be ${values.reduced[offer.name]:.2f} per engine-hour cheaper"
+        return "no cheaper than what is used"
+
+    return [
+        *(
+            f"{offer.name}: {mix.engines.get(offer.name, 0)} engines of {slots[offer.name]} slots at "
+            f"${per_slot[offer.name]:.3f} per slot-hour; {why(offer)}"
+            for offer in sorted(offers, key=lambda offer: per_slot[offer.name])
+        ),
+        *(
+            f"limit on {name}: one more would save ${saving:.2f} per hour"
+            for name, saving in values.accelerator.items()
+            if saving > 1e-9
+        ),
+        f"next session: ${values.session:.3f} per hour; no mix costs less than ${mix.lp_bound:.2f} per hour",
+    ]
 
 
 def verdict(offers: Sequence[Offer], demand: Demand, limits: Limits, mix: Mix) -> str:
     """Whether mixing pays against the cheapest fleet of one pool within the limits, and without them."""
-    singles = single_pool_mixes(offers, demand, limits)
-    free = single_pool_mixes(offers, demand, replace(limits, available={}))
-    texts = []
-    if singles:
-        name, best = min(singles.items(), key=lambda item: item[1].hourly)
-        saving = 1 - mix.hourly / best.hourly
-        if saving < 1e-9:
-            texts.append(
-                f"A mix is not cheaper: {best.engines[name]} engines of {name} alone cost ${best.hourly:.2f}/h."
-            )
+    text = "No single pool carries the demand within the limits; only a mix does."
+    if (within := _cheapest_single(offers, demand, limits)) is not None:
+        name, engines, hourly = within
+        if mix.hourly >= hourly * (1 - 1e-9):
+            text = f"A mix is not cheaper: {engines} engines of {name} alone cost ${hourly:.2f}/h."
         else:
-            texts.append(
-                f"The mix costs {saving:.1%} less than the cheapest single pool, {name} at ${best.hourly:.2f}/h."
+            saving = 1 - mix.hourly / hourly
+            text = f"The mix costs {saving:.1%} less than the cheapest single pool, {name} at ${hourly:.2f}/h."
+    if (free := _cheapest_single(offers, demand, replace(limits, available={}))) is not None:
+        name, engines, hourly = free
+        if hourly < mix.hourly - 1e-9:
+            text += (
+                f" With enough {name} available, {engines} engines of it alone would cost ${hourly:.2f}/h, "
+                f"{1 - hourly / mix.hourly:.1%} less than this mix."
             )
-    else:
-        texts.append("No single pool carries the demand within the limits; only a mix does.")
-    if free:
-        name, best = min(free.items(), key=lambda item: item[1].hourly)
-        if best.hourly < mix.hourly - 1e-9:
-            texts.append(
-                f"With enough {name} available, {best.engines[name]} engines of it alone would cost "
-                f"${best.hourly:.2f}/h, {1 - best.hourly / mix.hourly:.1%} less than this mix."
-            )
-    return " ".join(texts)
+    return text
 
 
-def planned_fleet(fleet: Fleet, mix: Mix, context: int, offers: Sequence[Offer], name: str = "planned") -> Fleet:
+def _cheapest_single(offers: Sequence[Offer], demand: Demand, limits: Limits) -> tuple[str, int, float] | None:
+    """The offer that carries the demand alone for least, without share caps: its name, engines and $ per hour."""
+    found = []
+    for offer in offers:
+        try:
+            mix = solve([replace(offer, max_share=1.0)], demand, limits)
+        except ConfigError:  # it cannot
+            continue
+        found.append((offer.name, mix.engines[offer.name], mix.hourly))
+    return min(found, key=lambda single: single[2], default=None)
+
+
+def planned_fleet(fleet: Fleet, mix: Mix, context: int, offers: Sequence[Offer]) -> Fleet:
     """`fleet` with the engines of `mix`, pools without any left out, and slots as planned at `context`."""
     planned = copy.deepcopy(fleet)
-    planned.name = name
+    planned.name = "planned"
+    planned.pools = {offer.name: planned.pools[offer.name] for offer in offers if offer.name in mix.engines}
     capacity = {offer.name: offer.at(context).slots for offer in offers}
-    planned.pools = {name: pool for name, pool in planned.pools.items() if name in mix.engines}
     for name, pool in planned.pools.items():
-        pool.engines = mix.engines[name]
-        pool.slots_per_engine = capacity[name]
+        pool.engines, pool.slots_per_engine = mix.engines[name], capacity[name]
         pool.max_engines = None
         pool.min_engines = min(pool.min_engines, pool.engines)
     return planned
@@ -196,20 +193,8 @@ def planned_fleet(fleet: Fleet, mix: Mix, context: int, offers: Sequence[Offer],
 
 def fleet_yaml(fleet: Fleet, note: str) -> str:
     """A Hydra fleet file with `note` and the date of the prices on top; values at their defaults are left out."""
-    tree = OmegaConf.to_container(OmegaConf.structured(fleet))
-    assert isinstance(tree, dict)
-    tree["pools"] = {name: _set_values(pool, fleet.pools[name]) for name, pool in tree["pools"].items()}
-    if fleet.modal == type(fleet.modal)():
-        del tree["modal"]
+    tree = {key: value for key, value in asdict(fleet).items() if key != "modal" or fleet.modal != Modal()}
+    blank = asdict(Pool())
+    for name, pool in tree["pools"].items():
+        tree["pools"][name] = {key: value for key, value in pool.items() if value != blank[key]}
     return f"# {note} List prices as of {PRICES_AS_OF}.\n" + OmegaConf.to_yaml(OmegaConf.create(tree))
-
-
-def _set_values(values: dict[str, Any], pool: Any) -> dict[str, Any]:
-    blank = OmegaConf.to_container(OmegaConf.structured(type(pool)))
-    assert isinstance(blank, dict)
-    return {key: value for key, value in values.items() if value != blank[key]}
-
-
-def _per_slot(offer: Offer, context: int) -> float:
-    slots = offer.at(context).slots
-    return offer.price / slots if slots else float("inf")

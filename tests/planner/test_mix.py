@@ -57,13 +57,12 @@ def problems(draw: st.DrawFn) -> tuple[list[Offer], Demand, Limits]:
             turns=float(draw(st.integers(1, 20))),
             kl=draw(st.integers(1, 8)) / 8,
             max_share=draw(st.sampled_from([1.0, 1.0, 0.75, 0.5])),
-            max_engines=4,
         )
         for i in range(draw(st.integers(1, 3)))
     ]
     rate = draw(st.sampled_from([0.0, 1.0]))
     demand = Demand(draw(st.integers(1, 40)), rate, draw(st.integers(1, 30)), context=1000)
-    available = draw(st.dictionaries(st.sampled_from(accelerators), st.integers(0, 8), max_size=2))
+    available = draw(st.fixed_dictionaries({name: st.integers(0, 8) for name in accelerators}))
     return offers, demand, Limits(available, draw(st.sampled_from([None, 0.5, 0.75])))
 
 
@@ -71,7 +70,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Offer], Demand, Limits]:
 @given(problems())
 def test_optimal_against_brute_force(problem: tuple[list[Offer], Demand, Limits]) -> None:
     offers, demand, limits = problem
-    expected = brute_force(offers, demand, limits, most=4)
+    expected = brute_force(offers, demand, limits, most=8)
     if expected is None:
         with pytest.raises(ConfigError, match="no mix carries"):
             solve(offers, demand, limits)
@@ -127,6 +126,18 @@ def test_kl_bound_buys_exacter_pools() -> None:
             Demand(9, context=1000),
             Limits({"a": 2}),
             r"9 sessions: the limits \(available a\) allow 8",
+        ),
+        (
+            [offer("a", 1, 4, turns=50.0)],
+            Demand(8, 1, 600, context=1000),
+            Limits({"a": 2}),
+            r"8 sessions and 600 turns: the limits \(available a\) allow 8 and 100;",
+        ),
+        (
+            [offer("a", 1, 4)],
+            Demand(1, context=9000),
+            Limits(),
+            r"1 sessions: the limits \(what an engine holds\) allow 0;",
         ),
     ],
 )

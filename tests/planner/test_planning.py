@@ -142,7 +142,6 @@ def test_costs_are_billed_busy_and_idle() -> None:
     assert mixed.busy + mixed.idle == pytest.approx(mixed.billed)
     assert mixed.billed / homogeneous.billed - 1 == pytest.approx(0.093, abs=5e-4), "dearer as provisioned"
     assert homogeneous.idle == 0
-    assert homogeneous.per_update(5) == pytest.approx(52.5)
 
 
 def test_machine_prices_are_added_where_stated() -> None:
