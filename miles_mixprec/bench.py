@@ -244,8 +244,7 @@ class _Load:
         }
         self.in_flight[number] = started = time.monotonic()
         try:
-            async with self.http.post("/generate", json=body) as reply:
-                reply.raise_for_status()
+            async with self.http.post("/generate", json=body, raise_for_status=True) as reply:
                 output = (await reply.json())["output_ids"]
         except (aiohttp.ClientError, KeyError):
             self.seen.errors += 1
@@ -274,8 +273,7 @@ async def _describe(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
         "linear_attn_backend", "tp_size", "max_running_requests",
     )  # fmt: skip
     try:
-        async with http.get("/server_info") as reply:
-            reply.raise_for_status()
+        async with http.get("/server_info", raise_for_status=True) as reply:
             info = await reply.json()
     except aiohttp.ClientError as error:
         raise EngineError(f"engine {url}: {error}; check the address and that it serves") from error

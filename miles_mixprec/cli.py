@@ -70,13 +70,13 @@ def plan(arguments: Arguments) -> None:
         fleet,
         context=arguments.context,
         measured=planning.read_measurements(arguments.bench, latency_s=arguments.latency),
-        kl=_numbers(arguments.kl, float),
+        kl=_named(arguments.kl, float),
         machine=machine,
     )
     demand = mixes.Demand(
         arguments.sessions or 0, arguments.updates_per_hour, arguments.turns_per_update, arguments.context
     )
-    limits = mixes.Limits(_numbers(arguments.available, int), arguments.max_kl)
+    limits = mixes.Limits(_named(arguments.available, int), arguments.max_kl)
     mix = mixes.solve(offers, demand, limits)
     planned = planning.planned_fleet(fleet, mix, arguments.context, offers)
     verdict = planning.verdict(offers, demand, limits, mix)
@@ -113,7 +113,10 @@ def bench(arguments: Arguments) -> None:
         raise ConfigError(
             f"pool {arguments.pool}: no engine to measure; give --url or fleet.pools.{arguments.pool}.urls"
         )
-    recorded = arguments.episodes and benchmark.read_episodes(arguments.episodes)
+    if arguments.episodes:
+        episodes = benchmark.read_episodes(arguments.episodes)
+    else:
+        episodes = benchmark.synthetic_episodes(max_context=fleet.context_length)
     ramp = benchmark.Ramp(arguments.levels, arguments.warm, arguments.window, arguments.latency)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -127,25 +130,18 @@ def bench(arguments: Arguments) -> None:
             benchmark.bench(
                 url,
                 arguments.pool,
-                recorded or benchmark.synthetic_episodes(max_context=fleet.context_length),
+                episodes,
                 ramp,
                 max_context=fleet.context_length,
                 token_range=tuple(arguments.token_range),
                 on_point=show,
             )
         )
-    table = Table(
-        "sessions", "turns/h", "tok/s", "p50 s", "p90 s", "context", "errors", title=f"{result.pool} at {url}"
-    )
+    headings = ("sessions", "turns/h", "tok/s", "p50 s", "p90 s", "context", "errors")
+    table = Table(*headings, title=f"{result.pool} at {url}")
     for p in result.points:
-        cells = (
-            f"{p.sessions}",
-            f"{p.turns_per_hour:,.0f}",
-            f"{p.tokens_per_s:,.0f}",
-            f"{p.p50_s:.2f}",
-            f"{p.p90_s:.2f}",
-        )
-        table.add_row(*cells, f"{p.context:,}", f"{p.errors:.1%}")
+        rates = f"{p.turns_per_hour:,.0f}", f"{p.tokens_per_s:,.0f}", f"{p.p50_s:.2f}", f"{p.p90_s:.2f}"
+        table.add_row(f"{p.sessions}", *rates, f"{p.context:,}", f"{p.errors:.1%}")
     console.print(table, f"stopped: {result.stopped}")
     result.write(arguments.output)
 
@@ -209,7 +205,7 @@ def _model(arguments: Arguments) -> list[str]:
 def _engines(config: configuration.Config, arguments: Arguments) -> dict[str, str]:
     """Engines named on the command line, else those that the router knows, else the URLs of the fleet."""
     if arguments.engine:
-        return dict(_pairs(arguments.engine))
+        return _named(arguments.engine, str)
     if arguments.router:
         try:
             with urllib.request.urlopen(f"{arguments.router}/workers", timeout=10) as reply:
@@ -219,18 +215,18 @@ def _engines(config: configuration.Config, arguments: Arguments) -> dict[str, st
     return {f"{name}/{i}": url for name, pool in config.fleet.pools.items() for i, url in enumerate(pool.urls)}
 
 
-def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
+def _named(words: Sequence[str], kind: Callable[[str], Any]) -> dict[str, Any]:
+    """NAME=VALUE words, with values of `kind`. Raises ConfigError, naming the word."""
+    found = {}
     for word in words:
-        if "=" not in word:
+        name, given, value = word.partition("=")
+        if not given:
             raise ConfigError(f"{word}: not NAME=VALUE")
-    return [(name, value) for name, _, value in (word.partition("=") for word in words)]
-
-
-def _numbers(words: Sequence[str], kind: Callable[[str], Any]) -> dict[str, Any]:
-    try:
-        return {name: kind(value) for name, value in _pairs(words)}
-    except ValueError as error:
-        raise ConfigError(f"{' '.join(words)}: {error}") from error
+        try:
+            found[name] = kind(value)
+        except ValueError as error:
+            raise ConfigError(f"{word}: {error}") from error
+    return found
 
 
 def _growth(words: Sequence[str]) -> list[tuple[int, int]]:

@@ -102,7 +102,8 @@ async def diagnose(
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
         for name, url in engines.items():
             with _failing(checks, name, "reachable"):
-                described[name] = await _get(http, f"{url}/server_info")
+                async with http.get(f"{url}/server_info", raise_for_status=True) as reply:
+                    described[name] = dict(await reply.json())
                 version = described[name].get("version", "of unknown version")
                 checks.append(Check(name, "reachable", "ok", f"SGLang {version}"))
                 checks += await check_engine(http, name, url, config.algo, prompts[0])
@@ -304,13 +305,6 @@ async def _post(
         if reply.status != 200:
             raise EngineError(f"{url}/generate answers {reply.status}: {(await reply.text())[:200]}")
         return dict(await reply.json()), reply.headers
-
-
-async def _get(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    async with http.get(url) as reply:
-        if reply.status != 200:
-            raise EngineError(f"{url} answers {reply.status}")
-        return dict(await reply.json())
 
 
 @contextmanager
