@@ -11,7 +11,6 @@ import dataclasses
 import json
 import shlex
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.words = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(arguments.run(arguments) or 0)
-    except MixprecError as error:
+    except (MixprecError, OSError) as error:  # an OSError names the file that it is about
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         return 2
 
@@ -210,8 +209,8 @@ def _engines(config: configuration.Config, arguments: Arguments) -> dict[str, st
         try:
             with urllib.request.urlopen(f"{arguments.router}/workers", timeout=10) as reply:
                 return {worker["engine"]: worker["url"] for worker in json.load(reply)["workers"]}
-        except urllib.error.URLError as error:
-            raise EngineError(f"router {arguments.router}: {error.reason}; start it or correct --router") from error
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise EngineError(f"router {arguments.router}: {error}; start it or correct --router") from error
     return {f"{name}/{i}": url for name, pool in config.fleet.pools.items() for i, url in enumerate(pool.urls)}
 
 

@@ -56,6 +56,11 @@ def test_plan_says_when_mixing_does_not_pay(capsys: pytest.CaptureFixture[str]) 
         (["plan", "--sessions", "9", "--available", "h200=x", "--", "fleet=article_mixed"], "h200=x: invalid literal"),
         (["plan", "--sessions", "9", "--growth", "60", "--", "fleet=article_mixed"], "give UPDATE:TOKENS pairs"),
         (["plan", "--sessions", "9", "fleet=nope"], "nope"),
+        (["plan", "--sessions", "9", "--bench", "no.json", "--", "fleet=article_mixed"], "No such file or directory"),
+        (
+            ["plan", "--sessions", "9", "--bench", "/dev/null", "--", "fleet=article_mixed"],
+            "not a result of miles-mixprec",
+        ),
         (["flags", "fleet.model=[m]"], "fleet.model"),
         (["serve"], "no value for fleet.model, "),
         (["bench", "--pool", "x", "fleet.model=m"], "pool x: not in fleet cpu_quickstart; it has bf16, fp8, nvfp4"),
@@ -99,8 +104,9 @@ def test_doctor_asks_the_router_for_its_engines(capsys: pytest.CaptureFixture[st
         _, out, _ = run(capsys, "doctor", "--router", url, "--json", "--", *keys)
         server.shutdown()
     assert {"fp8/7", "router"} <= {check["subject"] for check in json.loads(out)["checks"]}
-    code, _, err = run(capsys, "doctor", "--router", "http://127.0.0.1:1", "--", *keys)
-    assert code == 2 and "start it or correct --router" in err
+    for wrong in ("http://127.0.0.1:1", "127.0.0.1"):
+        code, _, err = run(capsys, "doctor", "--router", wrong, "--", *keys)
+        assert code == 2 and f"router {wrong}: " in err and "start it or correct --router" in err
 
 
 def test_report_compares_several_runs_beside_their_folders(

@@ -65,8 +65,11 @@ def read_measurements(paths: Sequence[Path], *, latency_s: float) -> dict[str, t
     """Anchors per pool from result files of `miles-mixprec bench`, at the p90 turn latency `latency_s`."""
     anchors: dict[str, list[Anchor]] = {}
     for path in paths:
-        result = json.loads(path.read_text())
-        anchors.setdefault(result["pool"], []).append(anchor_of(result, latency_s))
+        try:
+            result = json.loads(path.read_text())
+            anchors.setdefault(result["pool"], []).append(anchor_of(result, latency_s))
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{path}: not a result of miles-mixprec bench; measure the pool again") from error
     return {pool: tuple(sorted(found, key=lambda anchor: anchor.context)) for pool, found in anchors.items()}
 
 
