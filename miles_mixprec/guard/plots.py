@@ -41,7 +41,6 @@ class Series:
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
     color: str | None = None  # None: by position in PALETTE
-    dashed: bool = False
 
 
 def line_plot(
@@ -57,9 +56,7 @@ def line_plot(
         for index, s in enumerate(series):
             color = s.color or PALETTE[index % len(PALETTE)]
             marker = "." if len(s.x) <= 60 else ""
-            axes.plot(
-                s.x, _gaps(s.y), color=color, label=s.label, linewidth=1.5, marker=marker, ls="--" if s.dashed else "-"
-            )
+            axes.plot(s.x, _gaps(s.y), color=color, label=s.label, linewidth=1.5, marker=marker)
             if s.low:
                 axes.fill_between(s.x, _gaps(s.low), _gaps(s.high), color=color, alpha=0.16, linewidth=0)
         for label, update in (marks or {}).items():
