@@ -27,7 +27,7 @@ import fsspec
 
 from miles_mixprec import miles
 from miles_mixprec.config import Algo, Config
-from miles_mixprec.errors import EngineError, MixprecError
+from miles_mixprec.errors import ConfigError, EngineError, MixprecError
 from miles_mixprec.fleet.accelerators import PRICES_AS_OF
 from miles_mixprec.fleet.compatibility import check as compatibility
 from miles_mixprec.rollout.capture import read_reply, request_body
@@ -91,8 +91,13 @@ async def diagnose(
 ) -> Diagnosis:
     """Run every check. `engines` maps `<pool>/<index>` to URLs; `reference` is a pool (default: the first one's).
 
-    A pool whose KL against the reference exceeds `max_kl` fails. Prompts are random tokens of `token_range`.
+    A pool whose KL against the reference exceeds `max_kl` fails. Prompts are random tokens of `token_range`. Raises
+    ConfigError for an engine of a pool that the fleet lacks.
     """
+    for name in engines:
+        if name.split("/")[0] not in config.fleet.pools:
+            pools = ", ".join(config.fleet.pools)
+            raise ConfigError(f"engine {name}: fleet {config.fleet.name} has no such pool; name one of {pools}")
     checks = [check_miles(), check_store(config.weights.store), *check_prices(config, today or date.today())]
     checks += [Check(found.pool, "compatibility", "warning", found.message) for found in compatibility(config.fleet)]
     rng = random.Random(0)

@@ -25,7 +25,7 @@ class StoreError(MixprecError):
 
 
 class EngineError(MixprecError):
-    """An engine that does not start, died, or answered garbage."""
+    """An engine or a router that does not start, died, or answered garbage."""
 
 
 class PoolUnavailable(MixprecError):

@@ -19,6 +19,7 @@ from aiohttp.test_utils import TestServer
 
 from miles_mixprec import doctor
 from miles_mixprec.config import Config, Pool, load
+from miles_mixprec.errors import ConfigError
 from miles_mixprec.fleet.accelerators import PRICES_AS_OF
 
 VOCABULARY = 300
@@ -227,6 +228,11 @@ def test_an_engine_that_answers_something_else_fails_its_check(tmp_path: Path) -
             return await doctor.diagnose(config(tmp_path), urls, token_range=(0, VOCABULARY), today=PRICES_AS_OF)
 
     assert found(asyncio.run(run()), "bf16/0", "reachable").status == "failed"
+
+
+def test_an_engine_of_a_pool_that_the_fleet_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="engine foo/0: fleet .* has no such pool; name one of bf16"):
+        asyncio.run(doctor.diagnose(config(tmp_path), {"foo/0": "http://127.0.0.1:1"}))
 
 
 def test_router_must_pass_everything_on(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from miles_mixprec.config import GUARD_ACTIONS, Router
 from miles_mixprec.config import Guard as Thresholds
+from miles_mixprec.errors import EngineError
 from miles_mixprec.guard.collapse import Level, Verdict, judge
 from miles_mixprec.guard.signals import read_signals
 
@@ -77,13 +78,18 @@ def decide(verdicts: list[Verdict], action: str) -> Decision:
 def drain_through(url: str, router: Router) -> Callable[[str], None]:
     """The `drain` of `check`, by the router at `url`: live sessions go on, new ones go to other pools.
 
-    Raises urllib.error.URLError when the router does not answer or refuses.
+    Raises EngineError when the router does not answer or refuses.
     """
     token = os.environ.get(router.admin_token_env or router.client_token_env or "")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def drain(pool: str) -> None:
         request = urllib.request.Request(f"{url}/pools/{pool}/drain", data=b"", headers=headers, method="POST")
-        urllib.request.urlopen(request, timeout=30).close()
+        try:
+            urllib.request.urlopen(request, timeout=30).close()
+        except OSError as error:
+            raise EngineError(
+                f"pool {pool}: the router at {url} did not drain it ({error}); is it up, and has it the same tokens?"
+            ) from error
 
     return drain

@@ -39,7 +39,6 @@ SMALL_REPLY = 2 * 2**20  # bytes; read whole, so that a torn one can be asked fo
 RETRY_PAUSE_S = 0.1  # before the same engine is tried again, doubling
 LEAST_RETRIES = 100.0  # that a rested budget holds, or one per slot of the fleet
 LOST_AFTER_S = 20.0  # that a turn must be missing from what its engine says it is doing
-TICK_S = 0.25
 
 
 class TurnLost(EngineError):
@@ -371,7 +370,7 @@ class Proxy:
         engine.missing_since = None
 
     def sweep(self) -> None:
-        """Deadlines and heartbeats; called every TICK_S."""
+        """Deadlines and heartbeats; called every `watch.TICK_S`."""
         now = self._now()
         for turn in self.turns:
             engine = turn.engine

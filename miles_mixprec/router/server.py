@@ -38,7 +38,6 @@ READ_BUFFER = 1024 * 1024
 CONNECT_S = 5.0
 
 PROXY = web.AppKey("proxy", Proxy)
-FLEET = web.AppKey("fleet", LiveFleet)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -64,7 +63,7 @@ def build_app(router: Router, fleet: Fleet, *, run_id: str = "run") -> web.Appli
             await pins.close()
 
     app = web.Application(client_max_size=router.max_body_mb * 2**20)
-    app[PROXY], app[FLEET] = proxy, live
+    app[PROXY] = proxy
     app.cleanup_ctx.append(life)
     app.add_routes(_routes(proxy, Admin(proxy, watch)))
     return app

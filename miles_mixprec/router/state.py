@@ -154,6 +154,7 @@ class LiveFleet:
         self.declared_urls = {url.rstrip("/"): name for name, pool in fleet.pools.items() for url in pool.urls}
         self._tables: tuple[assignment.Table, assignment.Table] = ((), ())
         self._claims_left = 0.0
+        self._left_out: set[str] = set()  # of what was remembered, by address
 
     # -- registration -------------------------------------------------------------------------------------------
 
@@ -271,7 +272,9 @@ class LiveFleet:
                 try:
                     self.register(url, pool, view, name=name, slots=slots, state=state, version=version)
                 except Refused as refusal:  # remembered from another configuration
-                    log.warning("%s is left out: %s", name, refusal)
+                    if url not in self._left_out:
+                        log.warning("%s is left out: %s", name, refusal)
+                    self._left_out.add(url)
         for drained in self.pools.values():
             drained.draining = drained.name in facts.get("drain", {})
 

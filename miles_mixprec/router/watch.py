@@ -17,11 +17,12 @@ from typing import Any
 import aiohttp
 
 from miles_mixprec.router import capacity, gate
-from miles_mixprec.router.proxy import TICK_S, Proxy, TurnLost
+from miles_mixprec.router.proxy import Proxy, TurnLost
 from miles_mixprec.router.state import Engine
 
 log = logging.getLogger(__name__)
 
+TICK_S = 0.25
 CONTROL_S = 5.0
 FADE = 0.95  # of the latency window per control period: about 100 s
 UPDATE_GRACE_S = 900.0  # an engine may be silent for this long while it applies an update

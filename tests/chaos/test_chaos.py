@@ -24,7 +24,6 @@ VIEWS = {"a": "bf16", "b": "fp8"}
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same waits, shorter."""
     monkeypatch.setattr(proxy, "LOST_AFTER_S", 0.7)
-    monkeypatch.setattr(proxy, "TICK_S", 0.05)
     monkeypatch.setattr(watch, "TICK_S", 0.05)
     monkeypatch.setattr(watch, "CONTROL_S", 0.2)
     monkeypatch.setattr(state, "COOL_DOWN_S", (0.3, 2.0))

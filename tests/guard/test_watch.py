@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import urllib.error
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,11 @@ from traces import flat, grpo_mixed, ramp, run, sc_mixed
 
 from miles_mixprec.config import Fleet, Pool, Router
 from miles_mixprec.config import Guard as Thresholds
+from miles_mixprec.errors import EngineError
 from miles_mixprec.guard.collapse import judge
 from miles_mixprec.guard.signals import MetricsLog
 from miles_mixprec.guard.watch import check, decide, drain_through
-from miles_mixprec.router.server import FLEET, build_app
+from miles_mixprec.router.server import PROXY, build_app
 
 
 def collapse(n: int) -> float:
@@ -120,7 +120,7 @@ async def _drain_a_pool(token: str | None) -> tuple[bool, bool]:
         if token is not None:
             os.environ["DRAIN_TEST_TOKEN"] = token
         await asyncio.to_thread(drain_through(url, config), "fp8")
-        pools = server.app[FLEET].pools
+        pools = server.app[PROXY].fleet.pools
         return pools["bf16"].draining, pools["fp8"].draining
 
 
@@ -131,5 +131,5 @@ def test_drains_through_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_router_that_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAIN_TEST_TOKEN", "secret")
-    with pytest.raises(urllib.error.HTTPError, match="403"):
+    with pytest.raises(EngineError, match="pool fp8: .*403"):
         asyncio.run(_drain_a_pool("another"))
