@@ -170,9 +170,9 @@ def versions(rows: int) -> list[list[str]]:
             tensor += (torch.rand(tensor.shape, generator=generator) < 0.02).bfloat16() * 1e-3
 
         def publish_delta() -> None:
-            writer = opened.writer("bf16", 1, base=0)
+            writer = opened.writer("bf16", 1, base=base)
             for name, tensor in model.items():
-                delta.add_tensor(writer, name, tensor, base)
+                writer.add(name, tensor)
             writer.close()
             opened.seal("bf16", 1, parts=1, config={})
 

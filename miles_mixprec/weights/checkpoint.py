@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 from torch import Tensor
 
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights import encoders
-from miles_mixprec.weights.files import cannot_write
-from miles_mixprec.weights.store import FILE_BYTES, INDEX
+from miles_mixprec.weights.files import write_tensors
+from miles_mixprec.weights.store import FILE_BYTES
+from miles_mixprec.weights.version import INDEX
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth")
 
 
-class Checkpoint:
+class Checkpoint(Mapping[str, Tensor]):
     """Named tensors of a Hugging Face directory, mapped and read one at a time. Raises StoreError if it has none."""
 
     def __init__(self, directory: Path) -> None:
@@ -37,10 +37,6 @@ class Checkpoint:
             raise StoreError(f"{directory} holds no *.safetensors; convert the model to safetensors first")
 
     @property
-    def names(self) -> list[str]:
-        return list(self._files)
-
-    @property
     def config(self) -> dict[str, Any]:
         return json.loads((self.directory / "config.json").read_text())
 
@@ -51,42 +47,40 @@ class Checkpoint:
     def __getitem__(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
 
 def encode_checkpoint(source: Path, view: str, into: Path) -> None:
     """Write the BF16 checkpoint in `source` as `view` into `into`, with its configuration and tokenizer.
 
     Raises StoreError for a model that is quantised already, and as `encoders.encode` does.
     """
-    checkpoint = Checkpoint(Path(source))
+    checkpoint = Checkpoint(source)
     if "quantization_config" in checkpoint.config:
         raise StoreError(f"{source} is quantised already; views are encoded from the BF16 model only")
 
     def encoded() -> Iterator[tuple[str, Tensor]]:
-        for unit in encoders.units(checkpoint.names):
+        for unit in encoders.units(checkpoint):
             yield from encoders.encode(view, {name: checkpoint[name] for name in unit}).items()
 
-    names = write_directory(Path(into), encoded())
-    _finish(Path(source), Path(into), encoders.view_config(view, checkpoint.config, names))
+    names = write_directory(into, encoded())
+    _finish(source, into, encoders.view_config(view, checkpoint.config, names))
 
 
 def decode_checkpoint(source: Path, into: Path) -> None:
     """Write a view's directory as BF16 into `into`: the values of the format, in matrices that any engine runs."""
-    checkpoint = Checkpoint(Path(source))
-    view = view_of(checkpoint.config)
-    write_directory(Path(into), decoded(view, checkpoint.names, checkpoint))
-    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
-    _finish(Path(source), Path(into), config)
-
-
-def decoded(
-    view: str, names: Iterable[str], tensors: Mapping[str, Tensor] | Checkpoint
-) -> Iterator[tuple[str, Tensor]]:
-    """BF16 tensors of a view's, one matrix at a time."""
-    matrices: dict[str, list[str]] = {}
-    for name in sorted(names):
-        matrices.setdefault(encoders.matrix_of(name), []).append(name)
-    for parts in matrices.values():
-        yield from encoders.decode(view, {name: tensors[name] for name in parts}).items()
+    checkpoint = Checkpoint(source)
+    config = checkpoint.config
+    write_directory(into, encoders.decode(view_of(config), checkpoint))
+    config.pop("quantization_config", None)
+    _finish(source, into, config)
 
 
 def view_of(config: Mapping[str, Any]) -> str:
@@ -95,11 +89,8 @@ def view_of(config: Mapping[str, Any]) -> str:
     if quantization is None:
         return "bf16"
     for view, form in encoders.FORMATS.items():
-        ours = form.config([])
-        if all(
-            quantization.get(key) == ours.get(key)
-            for key in ("quant_method", "quant_algo", "format", "weight_block_size")
-        ):
+        telling = ("quant_method", "quant_algo", "format", "weight_block_size")
+        if all(quantization.get(key) == form.config.get(key) for key in telling):
             return view
     raise StoreError(f"quantization_config {quantization.get('quant_method')!r} is not one that a view writes")
 
@@ -111,29 +102,28 @@ def write_directory(into: Path, tensors: Iterable[tuple[str, Tensor]]) -> list[s
     """
     into.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
-    pending: dict[str, Tensor] = {}
-    size = total = files = 0
-
-    def flush() -> None:
-        nonlocal pending, size, files
-        name = f"model-{files:05d}.safetensors"
-        try:
-            safetensors.torch.save_file(pending, into / name, metadata={"format": "pt"})
-        except (OSError, safetensors.SafetensorError) as error:
-            raise cannot_write(into / name, error) from error
-        weight_map.update(dict.fromkeys(pending, name))
-        pending, size, files = {}, 0, files + 1
-
-    for name, tensor in tensors:
-        if pending and size + tensor.nbytes > FILE_BYTES:
-            flush()
-        pending[name] = tensor
-        size += tensor.nbytes
-        total += tensor.nbytes
-    if pending:
-        flush()
+    total = 0
+    for i, batch in enumerate(_batches(tensors)):
+        name = f"model-{i:05d}.safetensors"
+        write_tensors(into / name, batch)
+        weight_map |= dict.fromkeys(batch, name)
+        total += sum(tensor.nbytes for tensor in batch.values())
     (into / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
     return list(weight_map)
+
+
+def _batches(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Tensors by the file: as many as fit into FILE_BYTES, at least one."""
+    batch: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if batch and size + tensor.nbytes > FILE_BYTES:
+            yield batch
+            batch, size = {}, 0
+        batch[name] = tensor
+        size += tensor.nbytes
+    if batch:
+        yield batch
 
 
 def _finish(source: Path, into: Path, config: Mapping[str, Any]) -> None:

@@ -24,16 +24,17 @@ from miles_mixprec.config import from_args
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights.checkpoint import Checkpoint
 from miles_mixprec.weights.delta import stage
-from miles_mixprec.weights.files import checksum
+from miles_mixprec.weights.files import as_bytes, checksum
 from miles_mixprec.weights.publisher import hf_config, publish_tensors, resume
-from miles_mixprec.weights.store import INDEX, Pointer, Store, init
+from miles_mixprec.weights.store import Store, init
+from miles_mixprec.weights.version import INDEX, Pointer
 
 
 def post_write(args: Namespace, version_dir: str, rollout_engines: Sequence[Any]) -> None:
     """Miles 0.1's `--custom-update-weight-post-write-path`: publish what its disk-delta writer wrote.
 
-    For runs that keep `--update-weight-transfer-mode disk-delta`. The baseline (the call with the root directory)
-    becomes the version of `--hf-checkpoint`, each delta the next one. Acts on rank 0. Raises StoreError.
+    The baseline (the call with the root directory) becomes version 0, read from `--hf-checkpoint`; each delta the
+    next one. Acts on rank 0. Raises StoreError.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
@@ -46,8 +47,7 @@ def post_write(args: Namespace, version_dir: str, rollout_engines: Sequence[Any]
                 "need weights.publisher instead of the post-write hook"
             )
         checkpoint = Checkpoint(Path(args.hf_checkpoint))
-        named = ((name, checkpoint[name]) for name in checkpoint.names)
-        publish_tensors(config, resume(config, 0), 0, named, checkpoint.config)
+        publish_tensors(config, resume(config, 0), 0, checkpoint.items(), checkpoint.config)
         return
     store = init(config.weights.store, config.run_id)
     pointer = store.latest("bf16")
@@ -67,16 +67,14 @@ def _patched(store: Store, pointer: Pointer, delta: Path, scratch: Path) -> Iter
     metadata = json.loads((delta / INDEX).read_text())["metadata"]
     changes = Checkpoint(delta) if any(delta.glob("*.safetensors")) else None
     base = stage(store, "bf16", pointer, scratch, verify=False)
-    unknown = set(changes.names if changes else ()) - base.manifest.tensors.keys()
-    if unknown:
+    if unknown := set(changes or ()) - base.manifest.tensors.keys():
         raise StoreError(f"{delta}: tensor {min(unknown)} is not in version {pointer.version}")
     for name, tensor in base.read():
-        if changes is None or name not in changes.names:
+        if changes is None or name not in changes:
             yield name, tensor
             continue
-        wire = zstandard.ZstdDecompressor().decompress(changes[name].numpy().tobytes())
-        old = tensor.reshape(-1).view(torch.uint8).numpy()
-        new = _apply_miles_delta(metadata["delta_encoding"], old, np.frombuffer(wire, dtype=np.uint8))
+        wire = zstandard.ZstdDecompressor().decompress(as_bytes(changes[name]).data)
+        new = _apply_miles_delta(metadata["delta_encoding"], as_bytes(tensor), np.frombuffer(wire, dtype=np.uint8))
         if metadata["checksum_format"] == "xxh3-128" and checksum(new) != changes.metadata(name)[name]:
             raise StoreError(f"{delta}: tensor {name} does not have the checksum that Miles wrote")
         yield name, torch.from_numpy(new).view(tensor.dtype).view(tensor.shape)

@@ -21,8 +21,9 @@ import torch
 from miles_mixprec.config import Config, from_file
 from miles_mixprec.errors import ConfigError, StoreError
 from miles_mixprec.weights import encoders
-from miles_mixprec.weights.delta import add_tensor, delta_base, stage
-from miles_mixprec.weights.store import Manifest, Pointer, Store, open_store
+from miles_mixprec.weights.delta import delta_base, stage
+from miles_mixprec.weights.store import Store, open_store
+from miles_mixprec.weights.version import Manifest, Pointer
 
 logger = logging.getLogger(__name__)
 
@@ -42,22 +43,15 @@ def encode_part(
     `anchor_every` > 0: publish deltas, and every so many versions a full one. Raises StoreError.
     """
     replica = stage(store, "bf16", pointer, scratch / "bf16", verify=False)  # reading verifies
-    bases = {view: delta_base(store, view, pointer.version, anchor_every, scratch / view) for view in views}
-    writers = {
-        view: store.writer(
-            view,
-            pointer.version,
-            part=shard,
-            source=pointer.manifest,
-            base=base.manifest.version if (base := bases[view]) else None,
-        )
-        for view in views
-    }
+    writers = {}
+    for view in views:
+        base = delta_base(store, view, pointer.version, anchor_every, scratch / view)
+        writers[view] = store.writer(view, pointer.version, part=shard, source=pointer.manifest, base=base)
     for unit in encoders.units(replica.manifest.tensors)[shard::shards]:
         tensors = dict(replica.read(unit))
         for view, writer in writers.items():
             for name, tensor in encoders.encode(view, tensors).items():
-                add_tensor(writer, name, tensor, bases[view])
+                writer.add(name, tensor)
     for writer in writers.values():
         writer.close()
 
@@ -70,13 +64,8 @@ def seal_version(store: Store, pointer: Pointer, view: str, scratch: Path, *, sh
     replica = stage(store, "bf16", pointer, scratch / "bf16", verify=False)
     config = json.loads((replica.directory / "config.json").read_text())
     names = [name for part in parts for name in part.tensors]
-    return store.seal(
-        view,
-        pointer.version,
-        parts=shards,
-        config=encoders.view_config(view, config, names),
-        source=pointer.manifest,
-    )
+    config = encoders.view_config(view, config, names)
+    return store.seal(view, pointer.version, parts=shards, config=config, source=pointer.manifest)
 
 
 def encode_version(
@@ -99,11 +88,11 @@ def follow(config: Config, views: Sequence[str], *, shard: int = 0, shards: int 
     every = config.weights.anchor_every if config.weights.delta else 0
     while True:
         store = open_store(config.weights.store, config.run_id)
-        pointer = None if store is None else _target(store, views, shard)
-        if store is None or pointer is None:
-            time.sleep(config.weights.poll_s)
-            continue
+        pointer = None
         try:
+            if store is None or (pointer := _target(store, views, shard)) is None:
+                time.sleep(config.weights.poll_s)
+                continue
             start = time.monotonic()
             todo = behind(store, pointer, views)
             encode_part(store, pointer, todo, scratch, shard=shard, shards=shards, anchor_every=every)
@@ -116,9 +105,10 @@ def follow(config: Config, views: Sequence[str], *, shard: int = 0, shards: int 
                 while behind(store, pointer, todo) and _target(store, views, shard) == pointer:
                     time.sleep(config.weights.poll_s)
         except StoreError as error:
-            if not _overtaken(config, pointer):
+            now = open_store(config.weights.store, config.run_id)
+            if now is None or (now == store and (pointer is None or now.latest("bf16") == pointer)):
                 raise
-            logger.warning("version %d was overtaken while it was encoded: %s", pointer.version, error)
+            logger.warning("overtaken by a newer version or a resume: %s", error)
 
 
 def _target(store: Store, views: Sequence[str], shard: int) -> Pointer | None:
@@ -126,14 +116,14 @@ def _target(store: Store, views: Sequence[str], shard: int) -> Pointer | None:
     note = f"{store.path}/updates/encoding-{'-'.join(sorted(views))}.json"
     if shard == 0:
         pointer = store.latest("bf16")
-        if pointer is None or not behind(store, pointer, views):
-            return None
+    else:
+        noted = store.read_file(note)
+        pointer = None if noted is None else msgspec.json.decode(noted, type=Pointer)
+    if pointer is None or pointer.attempt != store.attempt or not behind(store, pointer, views):
+        return None
+    if shard == 0:
         store.write(note, msgspec.json.encode(pointer))
-        return pointer
-    noted = store.read_file(note)
-    pointer = None if noted is None else msgspec.json.decode(noted, type=Pointer)
-    stale = pointer is None or pointer.attempt != store.attempt or not behind(store, pointer, views)
-    return None if stale else pointer
+    return pointer
 
 
 def _seal_all(store: Store, pointer: Pointer, views: Sequence[str], scratch: Path, shards: int, poll_s: float) -> None:
@@ -142,11 +132,6 @@ def _seal_all(store: Store, pointer: Pointer, views: Sequence[str], scratch: Pat
         while behind(store, pointer, [view]) and seal_version(store, pointer, view, scratch, shards=shards) is None:
             store.check_fence()
             time.sleep(poll_s)
-
-
-def _overtaken(config: Config, pointer: Pointer) -> bool:
-    store = open_store(config.weights.store, config.run_id)
-    return store is not None and store.latest("bf16") != pointer
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ Names and layouts are those that stock SGLang 0.5.23 loads (`fp8.py`, `modelopt_
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,82 +43,69 @@ class Format:
     decode: Callable[..., Tensor]
     group: int  # the rows' length must be a multiple of it
     takes: re.Pattern[str]
-    config: Callable[[list[str]], dict[str, Any]]  # modules kept in BF16 -> quantization_config
+    config: Mapping[str, Any]  # quantization_config,
+    kept: str  # and the key in it of the modules that stay in BF16
 
 
-def _fp8_config(kept: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [formats.FP8_BLOCK, formats.FP8_BLOCK],
-        "modules_to_not_convert": kept,
-    }
-
-
-def _mxfp8_config(kept: list[str]) -> dict[str, Any]:
-    block = {"weight_block_size": [1, formats.MX_GROUP], "scale_fmt": "ue8m0"}
-    return _fp8_config(kept) | {"quant_method": "mxfp8"} | block
-
-
-def _nvfp4_config(kept: list[str]) -> dict[str, Any]:
-    return {
-        "quant_method": "modelopt_fp4",
-        "quant_algo": "W4A16_NVFP4",
-        "group_size": formats.NVFP4_GROUP,
-        "ignore": kept,
-    }
-
-
-def _mxfp4_config(kept: list[str]) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": formats.MX_GROUP, "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": weights | {"dynamic": False, "scale_dtype": "torch.uint8"},
-        "input_activations": None,
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": kept,
-        "quantization_status": "compressed",
-    }
-
-
+_FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+_MXFP4_WEIGHTS = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "group",
+    "group_size": formats.MX_GROUP,
+    "symmetric": True,
+    "dynamic": False,
+    "scale_dtype": "torch.uint8",
+}
 FORMATS: dict[str, Format] = {
     "fp8": Format(
-        ("weight", "weight_scale_inv"),
-        lambda weight, amax: formats.encode_fp8(weight),
-        formats.decode_fp8,
-        1,
-        _ANY,
-        _fp8_config,
+        parts=("weight", "weight_scale_inv"),
+        encode=lambda weight, amax: formats.encode_fp8(weight),
+        decode=formats.decode_fp8,
+        group=1,
+        takes=_ANY,
+        config=_FP8_CONFIG | {"weight_block_size": [formats.FP8_BLOCK, formats.FP8_BLOCK]},
+        kept="modules_to_not_convert",
     ),
     "mxfp8": Format(
-        ("weight", "weight_scale_inv"),
-        lambda weight, amax: formats.encode_mxfp8(weight),
-        formats.decode_mxfp8,
-        formats.MX_GROUP,
-        _ANY,
-        _mxfp8_config,
+        parts=("weight", "weight_scale_inv"),
+        encode=lambda weight, amax: formats.encode_mxfp8(weight),
+        decode=formats.decode_mxfp8,
+        group=formats.MX_GROUP,
+        takes=_ANY,
+        config=_FP8_CONFIG
+        | {"quant_method": "mxfp8", "weight_block_size": [1, formats.MX_GROUP], "scale_fmt": "ue8m0"},
+        kept="modules_to_not_convert",
     ),
     "nvfp4": Format(
-        ("weight", "weight_scale", "weight_scale_2"),
-        formats.encode_nvfp4,
-        formats.decode_nvfp4,
-        formats.NVFP4_GROUP,
-        _MLP,  # four bits only where the weights are, as Miles' own NVFP4 conversion does
-        _nvfp4_config,
+        parts=("weight", "weight_scale", "weight_scale_2"),
+        encode=formats.encode_nvfp4,
+        decode=formats.decode_nvfp4,
+        group=formats.NVFP4_GROUP,
+        takes=_MLP,  # four bits only where the weights are, as Miles' own NVFP4 conversion does
+        config={"quant_method": "modelopt_fp4", "quant_algo": "W4A16_NVFP4", "group_size": formats.NVFP4_GROUP},
+        kept="ignore",
     ),
     "mxfp4": Format(
-        ("weight", "weight_scale"),
-        lambda weight, amax: formats.encode_mxfp4(weight),
-        formats.decode_mxfp4,
-        formats.MX_GROUP,
-        _EXPERT,  # SGLang reads MXFP4 for routed experts only
-        _mxfp4_config,
+        parts=("weight", "weight_scale"),
+        encode=lambda weight, amax: formats.encode_mxfp4(weight),
+        decode=formats.decode_mxfp4,
+        group=formats.MX_GROUP,
+        takes=_EXPERT,  # SGLang reads MXFP4 for routed experts only
+        config={
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": _MXFP4_WEIGHTS,
+                    "input_activations": None,
+                    "output_activations": None,
+                }
+            },
+            "quantization_status": "compressed",
+        },
+        kept="ignore",
     ),
 }
 
@@ -127,7 +114,7 @@ def units(names: Iterable[str]) -> list[tuple[str, ...]]:
     """The names of a BF16 version, grouped into units, in a fixed order."""
     grouped: dict[str, list[str]] = {}
     for name in sorted(names):
-        grouped.setdefault(_GATE_OR_UP.sub(".gate_up", name), []).append(name)
+        grouped.setdefault(_fused(name), []).append(name)
     return [tuple(group) for group in grouped.values()]
 
 
@@ -139,7 +126,10 @@ def encode(view: str, unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
     that the format cannot hold.
     """
     tensors = {name: t for stacked, tensor in unit.items() for name, t in _unstack(stacked, canonical(tensor))}
-    amax = {name: _checked_amax(name, tensor) for name, tensor in tensors.items()}
+    shared_amax: dict[str, Tensor] = {}  # of the matrices that the engine fuses
+    for name, tensor in tensors.items():
+        amax = _checked_amax(name, tensor)
+        shared_amax[_fused(name)] = torch.maximum(amax, shared_amax.get(_fused(name), amax))
     if view == "bf16":
         return tensors
     form = FORMATS[view]
@@ -153,30 +143,27 @@ def encode(view: str, unit: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 f"view {view}: {name} has rows of {tensor.shape[-1]}, not a multiple of {form.group}; "
                 "use another view for this model"
             )
-        shared = torch.stack([amax[n] for n in _partners(name, tensors)]).max()
         base = name.removesuffix("weight")
-        encoded |= {base + part: t for part, t in zip(form.parts, form.encode(tensor, shared), strict=True)}
+        parts = form.encode(tensor, shared_amax[_fused(name)])
+        encoded |= {base + part: t for part, t in zip(form.parts, parts, strict=True)}
         if view == "nvfp4" and _EXPERT.search(name):  # a parameter of SGLang's MoE loader; activations stay in BF16
             encoded[f"{base}input_scale"] = torch.ones(())
     return encoded
 
 
-def decode(view: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """BF16 tensors of a set of encoded ones that holds every part of each of its matrices; the inverse of `encode`."""
-    if view == "bf16":
-        return dict(parts)
-    matrices: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in parts.items():
-        module, part = name.rsplit(".", 1) if "." in name else ("", name)
-        matrices.setdefault(module, {})[part] = tensor
-    decoded: dict[str, Tensor] = {}
-    for module, tensors in matrices.items():
-        if any(part.startswith("weight_scale") for part in tensors):
-            form = FORMATS[view]
-            decoded[f"{module}.weight"] = form.decode(*(tensors[part] for part in form.parts))
-        else:
-            decoded |= {f"{module}.{part}" if module else part: t for part, t in tensors.items()}
-    return decoded
+def decode(view: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """BF16 tensors of a view's, one matrix at a time; the inverse of `encode`.
+
+    `tensors` must hold every part of each of its matrices.
+    """
+    form = FORMATS.get(view)
+    for name in sorted(tensors):
+        weight = matrix_of(name)
+        base = weight.removesuffix("weight")
+        if form is None or base + form.parts[1] not in tensors:
+            yield name, tensors[name]
+        elif name == weight:
+            yield name, form.decode(*(tensors[base + part] for part in form.parts))
 
 
 def matrix_of(name: str) -> str:
@@ -208,7 +195,8 @@ def view_config(view: str, config: Mapping[str, Any], names: Iterable[str]) -> d
     if not quantised:
         raise StoreError(f"view {view}: no tensor of this model has that format; use another view")
     kept = sorted(name.removesuffix(".weight") for name in weights - quantised)
-    return {**config, "quantization_config": FORMATS[view].config(kept)}
+    form = FORMATS[view]
+    return {**config, "quantization_config": {**form.config, form.kept: kept}}
 
 
 def canonical(tensor: Tensor) -> Tensor:
@@ -235,9 +223,9 @@ def _unstack(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _partners(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
-    key = _GATE_OR_UP.sub("", name)
-    return [n for n in tensors if n == name or (_GATE_OR_UP.search(n) and _GATE_OR_UP.sub("", n) == key)]
+def _fused(name: str) -> str:
+    """The same for a gate and its up projection, the name itself for others."""
+    return _GATE_OR_UP.sub(".gate_up", name)
 
 
 def _checked_amax(name: str, tensor: Tensor) -> Tensor:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import safetensors.torch
 import torch
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
@@ -47,6 +50,15 @@ def write_local(path: Path, data: bytes) -> None:
     sync(str(path.parent))
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file. Raises StoreError, and leaves no file, if the disk refuses."""
+    try:
+        safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
+    except (OSError, safetensors.SafetensorError) as error:
+        path.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+
+
 def remove(fs: Any, path: str) -> None:
     if fs.exists(path):
         fs.rm(path)
@@ -73,9 +85,14 @@ def cannot_write(path: str | Path, reason: object) -> StoreError:
     return StoreError(f"cannot write {path}: {reason}; free some space or lower weights.keep_versions")
 
 
+def as_bytes(tensor: Tensor) -> np.ndarray:
+    """The bytes of a contiguous CPU tensor, uint8 `[n]`, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
 def tensor_checksum(tensor: Tensor) -> str:
     """xxh3-128 of a contiguous CPU tensor's bytes, hex."""
-    return checksum(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else checksum(b"")
+    return checksum(as_bytes(tensor))
 
 
 def checksum(data: Any) -> str:

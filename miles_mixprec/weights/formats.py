@@ -31,8 +31,8 @@ _E2M1_PAIRS = torch.tensor(
 )
 
 
-def _slices(rows: int, row_elements: int, multiple: int = 1) -> Iterator[slice]:
-    step = max(_SLICE // row_elements // multiple, 1) * multiple
+def _slices(rows: int, row_elements: int) -> Iterator[slice]:
+    step = max(_SLICE // row_elements, 1)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -140,10 +140,8 @@ def encode_nvfp4(weight: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Miles' `quantizer_nvfp4` (no 2-D tiles, no Hadamard transform, no stochastic rounding).
     """
     n, k = weight.shape
-    largest = torch.finfo(torch.float32).max
-    encode = torch.div(torch.tensor(E4M3_MAX * E2M1_MAX), amax).clamp(
-        max=largest
-    )  # an all-zero matrix gets the largest
+    largest = torch.finfo(torch.float32).max  # for an all-zero matrix or group
+    encode = torch.div(torch.tensor(E4M3_MAX * E2M1_MAX), amax).clamp(max=largest)
     global_scale = encode.reciprocal()
     multiplier = encode * torch.tensor(E2M1_MAX).reciprocal()
     groups = weight.view(-1, NVFP4_GROUP)

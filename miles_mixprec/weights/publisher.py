@@ -11,6 +11,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from miles_mixprec import miles
 from miles_mixprec.config import Config, from_args
 from miles_mixprec.errors import CapabilityError, StoreError
 from miles_mixprec.weights import encoders
-from miles_mixprec.weights.delta import Replica, add_tensor, delta_base
-from miles_mixprec.weights.store import Entry, Manifest, Pointer, Store, Writer, init
+from miles_mixprec.weights.delta import delta_base
+from miles_mixprec.weights.store import Store, Writer, init
+from miles_mixprec.weights.version import Manifest, Pointer
 
 
 class Publisher:
@@ -77,8 +79,9 @@ class Publisher:
             self._store = self._opened()
         version = self.weight_version + 1
         writes, part, parts = miles.weight_part()
-        writer = _part(self._config, self._store, version, part) if writes else None
-        miles.gather_hf(self._args, self._model, self._model_name, writer or (lambda _: None))
+        writer = _writer(self._config, self._store, version, part) if writes else None
+        sink = (lambda _: None) if writer is None else partial(_write, writer)
+        miles.gather_hf(self._args, self._model, self._model_name, sink)
         if writer is not None:
             writer.close()
         miles.weight_barrier()
@@ -111,9 +114,8 @@ def publish_tensors(
     config: Config, store: Store, version: int, tensors: Iterable[tuple[str, Tensor]], model: Mapping[str, Any]
 ) -> None:
     """Publish a BF16 version from one process. Raises StoreError."""
-    writer = _part(config, store, version, 0)
-    for named in tensors:
-        writer([named])
+    writer = _writer(config, store, version, 0)
+    _write(writer, tensors)
     writer.close()
     _seal(store, version, 1, model, config)
     miles.set_trainer_version(version)
@@ -123,25 +125,16 @@ def hf_config(checkpoint: str) -> dict[str, Any]:
     return json.loads((Path(checkpoint) / "config.json").read_text())
 
 
-class _PartSink:
-    """Takes buckets of gathered tensors and writes them as one part of a BF16 version."""
-
-    def __init__(self, writer: Writer, base: Replica | None) -> None:
-        self._writer, self._base = writer, base
-
-    def __call__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        for name, tensor in named:
-            for canonical_name, canonical in encoders.encode("bf16", {name: tensor}).items():
-                add_tensor(self._writer, canonical_name, canonical, self._base)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _part(config: Config, store: Store, version: int, part: int) -> _PartSink:
+def _writer(config: Config, store: Store, version: int, part: int) -> Writer:
     every = config.weights.anchor_every if config.weights.delta else 0
     base = delta_base(store, "bf16", version, every, Path(config.run_dir) / "publish" / f"part{part}")
-    return _PartSink(store.writer("bf16", version, part=part, base=base.manifest.version if base else None), base)
+    return store.writer("bf16", version, part=part, base=base)
+
+
+def _write(writer: Writer, named: Iterable[tuple[str, Tensor]]) -> None:
+    for name, tensor in named:
+        for canonical_name, canonical in encoders.encode("bf16", {name: tensor}).items():
+            writer.add(canonical_name, canonical)
 
 
 def _seal(store: Store, version: int, parts: int, model: Mapping[str, Any], config: Config) -> Manifest:
@@ -154,12 +147,10 @@ def _seal(store: Store, version: int, parts: int, model: Mapping[str, Any], conf
         manifest = store.seal("bf16", version, parts=parts, config=model)
         store.prune("bf16", config.weights.keep_versions)
         return manifest
-    written = {
-        name: entry for part in store.parts("bf16", version, parts, "") or () for name, entry in part.tensors.items()
-    }
-    changed = sorted(
-        n for n in written.keys() | published.tensors if _digest(written, n) != _digest(published.tensors, n)
-    )
+    parts_written = store.parts("bf16", version, parts, "") or ()
+    ours = {name: entry.xxh3 for part in parts_written for name, entry in part.tensors.items()}
+    theirs = {name: entry.xxh3 for name, entry in published.tensors.items()}
+    changed = sorted(name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name))
     if changed:
         raise StoreError(
             f"version {version} was published with other bytes ({len(changed)} tensors, first {changed[0]}); the "
@@ -168,10 +159,6 @@ def _seal(store: Store, version: int, parts: int, model: Mapping[str, Any], conf
     store.discard_parts("bf16", version)
     store.point("bf16", Pointer(version, store.run, store.attempt, published.digest))
     return published
-
-
-def _digest(tensors: Mapping[str, Entry], name: str) -> str | None:
-    return tensors[name].xxh3 if name in tensors else None
 
 
 def _metrics(manifest: Manifest) -> dict[str, float]:

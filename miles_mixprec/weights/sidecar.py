@@ -19,7 +19,6 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,14 @@ import aiohttp
 import msgspec
 import torch
 
-from miles_mixprec.config import Config, from_file
+from miles_mixprec.config import Config, Router, from_file
 from miles_mixprec.errors import ConfigError, EngineError, StoreError
+from miles_mixprec.router.security import token_from
 from miles_mixprec.weights.checkpoint import decode_checkpoint
 from miles_mixprec.weights.delta import stage
 from miles_mixprec.weights.files import write_local
-from miles_mixprec.weights.store import Pointer, Store, open_store
+from miles_mixprec.weights.store import Store, open_store
+from miles_mixprec.weights.version import Pointer
 
 logger = logging.getLogger(__name__)
 
@@ -40,26 +41,6 @@ LOAD_TIMEOUT_S = 1800.0
 CALL_TIMEOUT_S = 30.0
 _LONGEST_PAUSE_S = 5.0
 _INITIAL = ("default", "0")  # what an engine reports that still serves the model it was started from
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One engine and its place in the fleet."""
-
-    name: str
-    url: str
-    pool: str
-    view: str
-    slots: int
-    execution: str
-
-    @classmethod
-    def of(cls, config: Config, name: str, url: str) -> Engine:
-        """Engine `<pool>/<index>` of the fleet. Raises ConfigError for an unknown pool."""
-        pool = config.fleet.pools.get(name.split("/")[0])
-        if pool is None:
-            raise ConfigError(f"engine {name}: fleet {config.fleet.name} has no such pool; use <pool>/<index>")
-        return cls(name, url.rstrip("/"), name.split("/")[0], pool.view, pool.slots_per_engine, pool.execution)
 
 
 class Stager:
@@ -97,19 +78,26 @@ class Sidecar:
 
     def __init__(
         self,
-        engine: Engine,
+        name: str,
+        url: str,
         config: Config,
         router: str,
         staging: Path,
         session: aiohttp.ClientSession,
-        stager: Stager | None = None,
+        stager: Stager,
     ) -> None:
-        self.engine = engine
+        """`name`: `<pool>/<index>`. Raises ConfigError for an unknown pool, or if the router's token is not there."""
+        pool_name = name.split("/")[0]
+        if pool_name not in config.fleet.pools:
+            raise ConfigError(f"engine {name}: fleet {config.fleet.name} has no such pool; use <pool>/<index>")
+        self.name, self._url, self._pool_name = name, url.rstrip("/"), pool_name
+        self._pool = config.fleet.pools[pool_name]
         self._config = config
         self._router = router.rstrip("/")
+        self._headers = _authorization(config.router)
         self._http = session
-        self._stager = stager or Stager(staging)
-        self._record = staging / "serving" / f"{engine.name.replace('/', '-')}.json"
+        self._stager = stager
+        self._record = staging / "serving" / f"{name.replace('/', '-')}.json"
         self._serving: Pointer | None = self._recorded()
         self._announced: tuple[int, int] | None = None
         self._registered: tuple[float, dict[str, Any]] = (0.0, {})
@@ -124,14 +112,14 @@ class Sidecar:
             except (StoreError, EngineError, OSError, aiohttp.ClientError, asyncio.TimeoutError) as error:
                 failures += 1
                 if (text := " ".join(str(error).split()) or type(error).__name__) != told:
-                    logger.warning("%s: %s", self.engine.name, text)
+                    logger.warning("%s: %s", self.name, text)
                     told = text
             await asyncio.sleep(min(self._config.weights.poll_s * 2 ** min(failures, 10), _LONGEST_PAUSE_S))
 
     async def step(self) -> None:
         """Bring the engine to the newest version if it is not there, and keep it registered."""
         store = await asyncio.to_thread(open_store, self._config.weights.store, self._config.run_id)
-        pointer = None if store is None else await asyncio.to_thread(store.latest, self.engine.view)
+        pointer = None if store is None else await asyncio.to_thread(store.latest, self._pool.view)
         try:
             served = await self._served()
         except (EngineError, aiohttp.ClientError, asyncio.TimeoutError):
@@ -145,7 +133,7 @@ class Sidecar:
         now = self._serving
         if now is not None and now.order > pointer.order:
             raise StoreError(
-                f"latest/{self.engine.view} went back from version {now.version} to {pointer.version} in "
+                f"latest/{self._pool.view} went back from version {now.version} to {pointer.version} in "
                 f"attempt {pointer.attempt}; keeping the newer one"
             )
         if now is not None and now.manifest == pointer.manifest:
@@ -160,7 +148,7 @@ class Sidecar:
         await self._apply(store, pointer)
 
     async def _apply(self, store: Store, pointer: Pointer) -> None:
-        directory = await self._stager.directory(store, self.engine.view, pointer, self.engine.execution)
+        directory = await self._stager.directory(store, self._pool.view, pointer, self._pool.execution)
         self._serve(None)
         await self._register("updating", None)
         started = time.monotonic()
@@ -171,7 +159,7 @@ class Sidecar:
             timeout_s=LOAD_TIMEOUT_S,
         )
         if (served := await self._served()) != str(pointer.version):
-            raise EngineError(f"engine {self.engine.name} reports version {served} after loading {pointer.version}")
+            raise EngineError(f"engine {self.name} reports version {served} after loading {pointer.version}")
         now = await asyncio.to_thread(open_store, store.root, store.run)
         if now is None or now.attempt != pointer.attempt:
             raise StoreError("the run was resumed meanwhile; loading its version instead")  # the engine stays paused
@@ -179,34 +167,34 @@ class Sidecar:
         self._serve(pointer)
         await self._register("serving", pointer.version)
         pause = time.monotonic() - started
-        logger.info("%s serves version %d after a pause of %.3f s", self.engine.name, pointer.version, pause)
+        logger.info("%s serves version %d after a pause of %.3f s", self.name, pointer.version, pause)
 
     async def _served(self) -> str:
-        async with self._http.get(f"{self.engine.url}/model_info", timeout=_timeout(CALL_TIMEOUT_S)) as reply:
+        async with self._http.get(f"{self._url}/model_info") as reply:
             if reply.status != 200:
-                raise EngineError(f"engine {self.engine.name}: /model_info answers {reply.status}")
+                raise EngineError(f"engine {self.name}: /model_info answers {reply.status}")
             return str((await reply.json())["weight_version"])
 
     async def _post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        async with self._http.post(f"{self.engine.url}{path}", json=body, timeout=_timeout(timeout_s)) as reply:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._http.post(self._url + path, json=body, timeout=timeout) as reply:
             text = await reply.text()
             if reply.status != 200:
-                raise EngineError(f"engine {self.engine.name}: {path} answers {reply.status}: {text[:200]}")
+                raise EngineError(f"engine {self.name}: {path} answers {reply.status}: {text[:200]}")
 
     async def _announce(self, pointer: Pointer) -> None:
         if self._announced != pointer.order:
             body = {"version": pointer.version, "run": f"{pointer.run}#{pointer.attempt}"}
-            await self._tell("PUT", f"/views/{self.engine.view}", body)
+            await self._tell("PUT", f"/views/{self._pool.view}", body)
             self._announced = pointer.order
 
     async def _register(self, state: str, version: int | None) -> None:
-        engine = self.engine
         body = {
-            "url": engine.url,
-            "pool": engine.pool,
-            "view": engine.view,
-            "engine": engine.name,
-            "slots": engine.slots,
+            "url": self._url,
+            "pool": self._pool_name,
+            "view": self._pool.view,
+            "engine": self.name,
+            "slots": self._pool.slots_per_engine,
             "weight_version": version,
             "state": state,
         }
@@ -216,12 +204,7 @@ class Sidecar:
             self._registered = time.monotonic(), body
 
     async def _tell(self, method: str, path: str, body: Mapping[str, Any]) -> None:
-        token_env = self._config.router.admin_token_env
-        headers = {"Authorization": f"Bearer {os.environ[token_env]}"} if token_env else {}
-        url = f"{self._router}{path}"
-        async with self._http.request(
-            method, url, json=body, headers=headers, timeout=_timeout(CALL_TIMEOUT_S)
-        ) as reply:
+        async with self._http.request(method, self._router + path, json=body, headers=self._headers) as reply:
             if reply.status >= 400:
                 raise EngineError(f"router refuses {method} {path}: {reply.status} {(await reply.text())[:200]}")
 
@@ -231,8 +214,8 @@ class Sidecar:
         self._serving = pointer
         if pointer is None:
             self._record.unlink(missing_ok=True)
-            return
-        write_local(self._record, msgspec.json.encode(pointer))
+        else:
+            write_local(self._record, msgspec.json.encode(pointer))
 
     def _recorded(self) -> Pointer | None:
         try:
@@ -241,18 +224,19 @@ class Sidecar:
             return None
 
 
-def _timeout(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds)
+def _authorization(router: Router) -> dict[str, str]:
+    """Headers that open the router's administration."""
+    token = token_from(router.admin_token_env, "router.admin_token_env") or token_from(
+        router.client_token_env, "router.client_token_env"
+    )
+    return {"Authorization": f"Bearer {token.decode()}"} if token else {}
 
 
 async def serve(config: Config, engines: Mapping[str, str], router: str, staging: Path) -> None:
     """Run a sidecar for each of `engines` (name -> URL) until cancelled."""
     stager = Stager(staging)
-    async with aiohttp.ClientSession() as session:
-        sidecars = [
-            Sidecar(Engine.of(config, name, url), config, router, staging, session, stager)
-            for name, url in engines.items()
-        ]
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)) as session:
+        sidecars = [Sidecar(*engine, config, router, staging, session, stager) for engine in engines.items()]
         await asyncio.gather(*(sidecar.run() for sidecar in sidecars))
 
 

@@ -24,63 +24,21 @@ from typing import Any
 
 import fsspec
 import msgspec
-import safetensors
+import numpy as np
 import safetensors.torch
+import torch
+import zstandard
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from miles_mixprec.errors import StoreError
 from miles_mixprec.weights import files
-from miles_mixprec.weights.files import checksum, tensor_checksum
+from miles_mixprec.weights.files import as_bytes, checksum, tensor_checksum
+from miles_mixprec.weights.version import INDEX, MANIFEST, Entry, Manifest, Part, Pointer, Replica
 
 FILE_BYTES = 2 << 30  # of one safetensors file, and the most that a writer holds in memory
 _VERSION = re.compile(r"weight_v(\d{6,})$")
-MANIFEST, INDEX = "manifest.json", "model.safetensors.index.json"
-_LOCAL = LocalFileSystem()
-
-
-class Pointer(msgspec.Struct, frozen=True):
-    """The newest version of a view. Orders by attempt, then by version: a new attempt may go back."""
-
-    version: int
-    run: str
-    attempt: int
-    manifest: str  # digest of the version's manifest
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.attempt, self.version
-
-
-class Entry(msgspec.Struct, frozen=True):
-    file: str
-    bytes: int
-    xxh3: str  # of the final bytes, hex
-
-
-class Part(msgspec.Struct, frozen=True):
-    """What one writer (a pipeline rank, an encoder shard) contributed to a version."""
-
-    run: str
-    attempt: int
-    source: str  # digest of the BF16 manifest that was encoded; "" for the BF16 version itself
-    base: int | None  # delta: the version that the files apply to
-    tensors: dict[str, Entry]
-    stats: dict[str, float] = {}
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    view: str
-    version: int
-    run: str
-    attempt: int
-    source: str
-    tensors: dict[str, Entry]
-    files: dict[str, int]  # size in bytes
-    documents: dict[str, str]  # xxh3 of config.json and the index
-    base: int | None = None  # delta: the version that the files apply to
-    stats: dict[str, float] = {}
-    digest: str = ""  # xxh3 of this manifest with an empty digest
+_DELTA_LEVEL = 1  # of zstd: XORed weights are mostly zeros; higher levels cost more time than bytes
 
 
 @dataclass(frozen=True)
@@ -107,7 +65,7 @@ class Store:
 
     def latest(self, view: str) -> Pointer | None:
         """The view's pointer, or None before its first version. Raises StoreError if it is unreadable or foreign."""
-        raw = files.read(self.fs, f"{self.path}/latest/{view}")
+        raw = self.read_file(self._latest(view))
         if raw is None:
             return None
         try:
@@ -124,7 +82,7 @@ class Store:
 
     def manifest(self, view: str, version: int) -> Manifest | None:
         """The manifest of a complete version of this run, or None: what has no valid manifest does not exist."""
-        raw = files.read(self.fs, f"{self.directory(view, version)}/{MANIFEST}")
+        raw = self.read_file(f"{self.directory(view, version)}/{MANIFEST}")
         if raw is None:
             return None
         try:
@@ -149,11 +107,14 @@ class Store:
         if not self.fs.exists(parent):
             return []
         self.fs.invalidate_cache(parent)
-        matches = (_VERSION.search(name.rstrip("/")) for name in self.fs.ls(parent, detail=False))
+        matches = (_VERSION.match(_base_name(path)) for path in self.fs.ls(parent, detail=False))
         return sorted(int(match.group(1)) for match in matches if match)
 
     def directory(self, view: str, version: int) -> str:
         return f"{self.path}/updates/{view}/weight_v{version:06d}"
+
+    def _latest(self, view: str) -> str:
+        return f"{self.path}/latest/{view}"
 
     def fetch(self, manifest: Manifest, into: Path) -> Path:
         """A local directory with the version's files: the store's own if it is local, else a copy under `into`."""
@@ -173,45 +134,44 @@ class Store:
         if manifest is None:
             raise StoreError(f"store {self.root}: {view} has no complete version {version}")
         with tempfile.TemporaryDirectory() as scratch:
-            tensors = Tensors(self.fetch(manifest, Path(scratch)), manifest)
-            for name in sorted(manifest.tensors):
-                yield name, tensors[name]
+            yield from Replica(self.fetch(manifest, Path(scratch)), manifest).read()
 
     # --- writing -------------------------------------------------------------------------------------------------
 
-    def writer(self, view: str, version: int, *, part: int = 0, source: str = "", base: int | None = None) -> Writer:
-        """A writer of one part of a version. Raises StoreError if this attempt no longer owns the store."""
+    def writer(
+        self, view: str, version: int, *, part: int = 0, source: str = "", base: Replica | None = None
+    ) -> Writer:
+        """A writer of one part of a version, as a delta of `base` if that is given.
+
+        Raises StoreError if this attempt no longer owns the store.
+        """
         self.check_fence()
         if self.local:
             os.makedirs(self.directory(view, version), exist_ok=True)
         return Writer(self, view, version, part, source, base)
 
     def publish(
-        self,
-        view: str,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        config: Mapping[str, Any],
-        *,
-        source: str = "",
+        self, view: str, version: int, tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]
     ) -> Manifest:
         """Write a version in one part, make it visible and point `latest` to it.
 
         Raises StoreError if it would go backwards, the disk is too full, or the store belongs to another attempt.
         """
-        writer = self.writer(view, version, source=source)
+        writer = self.writer(view, version)
         for name, tensor in tensors:
             writer.add(name, tensor)
         writer.close()
-        return self.seal(view, version, parts=1, config=config, source=source)
+        return self.seal(view, version, parts=1, config=config)
 
     def parts(self, view: str, version: int, parts: int, source: str) -> list[Part] | None:
         """The parts of a version as this attempt wrote them, or None while one is missing."""
         found = []
         for i in range(parts):
-            raw = files.read(self.fs, f"{self.directory(view, version)}/{_part_name(self.attempt, i)}")
-            part = None if raw is None else msgspec.json.decode(raw, type=Part)
-            if part is None or (part.run, part.attempt, part.source) != (self.run, self.attempt, source):
+            raw = self.read_file(f"{self.directory(view, version)}/{_part_name(self.attempt, i)}")
+            if raw is None:
+                return None
+            part = msgspec.json.decode(raw, type=Part)
+            if (part.run, part.attempt, part.source) != (self.run, self.attempt, source):
                 return None
             found.append(part)
         return found
@@ -240,7 +200,6 @@ class Store:
             "config.json": json.dumps(config, indent=2, sort_keys=True).encode(),
             INDEX: json.dumps(index).encode(),
         }
-        stats = {key: sum(part.stats[key] for part in written) for key in written[0].stats}
         manifest = Manifest(
             view,
             version,
@@ -248,10 +207,10 @@ class Store:
             self.attempt,
             source,
             tensors,
-            sizes,
-            {name: checksum(data) for name, data in documents.items()},
-            written[0].base,
-            stats,
+            files=sizes,
+            documents={name: checksum(data) for name, data in documents.items()},
+            base=written[0].base,
+            stats={key: sum(part.stats[key] for part in written) for key in written[0].stats},
         )
         manifest = msgspec.structs.replace(manifest, digest=_digest(manifest))
         for name, data in documents.items():
@@ -264,7 +223,7 @@ class Store:
         """Remove what this attempt wrote into a version that an earlier one had completed."""
         directory = self.directory(view, version)
         for path in self.fs.ls(directory, detail=False):
-            if f"-a{self.attempt}-p" in path.rsplit("/", 1)[-1]:
+            if f"-a{self.attempt}-p" in _base_name(path):
                 self.fs.rm(path)
 
     def point(self, view: str, pointer: Pointer) -> None:
@@ -275,47 +234,35 @@ class Store:
                 f"store {self.root}: {view} is at version {current.version} (attempt {current.attempt}) and cannot go "
                 f"back to {pointer.version}; resume the run under a new attempt"
             )
-        self.write(f"{self.path}/latest/{view}", msgspec.json.encode(pointer))
+        self.write(self._latest(view), msgspec.json.encode(pointer))
 
     def rewind(self, version: int) -> Store:
         """Start the next attempt at `version`: fence this one out, drop what is newer, point views at or below it.
 
         Returns the store opened as the new attempt. A view without a complete version at or below `version` has no
-        pointer until one is published; its engines wait. Raises StoreError if a kept version's bytes are damaged.
+        pointer until one is published; its engines wait. Raises StoreError, naming the tensor, if the bytes of a local
+        version that becomes the newest are damaged.
         """
-        store = Store(self.root, self.run, self.attempt + 1)
-        files.write(self.fs, f"{self.path}/run.json", json.dumps({"run": self.run, "attempt": store.attempt}).encode())
+        store = _own(self.root, self.run, self.attempt + 1)
         for view in sorted(store.views(), key=lambda view: view == "bf16"):  # bf16 last: encoders follow it
             kept = [v for v in store.versions(view) if v <= version]
             newest = next((m for v in reversed(kept) if (m := store.manifest(view, v)) is not None), None)
             if newest is not None:
-                store.verify(newest)
-                store.write(
-                    f"{self.path}/latest/{view}",
-                    msgspec.json.encode(Pointer(newest.version, self.run, store.attempt, newest.digest)),
-                )
+                if store.local and newest.base is None:
+                    Replica(Path(store.directory(view, newest.version)), newest).verify()
+                pointer = Pointer(newest.version, self.run, store.attempt, newest.digest)
+                store.write(self._latest(view), msgspec.json.encode(pointer))
             else:
-                files.remove(self.fs, f"{self.path}/latest/{view}")
+                files.remove(self.fs, self._latest(view))
             for dropped in (v for v in store.versions(view) if v > version):
                 store.drop(view, dropped)
         return store
 
     def views(self) -> list[str]:
         """Views that have versions or a pointer."""
-        found: set[str] = set()
-        for folder in ("updates", "latest"):
-            if self.fs.exists(f"{self.path}/{folder}"):
-                found |= {
-                    name.rstrip("/").rsplit("/", 1)[-1] for name in self.fs.ls(f"{self.path}/{folder}", detail=False)
-                }
+        folders = [folder for name in ("updates", "latest") if self.fs.exists(folder := f"{self.path}/{name}")]
+        found = {_base_name(path) for folder in folders for path in self.fs.ls(folder, detail=False)}
         return sorted(name for name in found if "." not in name)
-
-    def verify(self, manifest: Manifest) -> None:
-        """Read a local version's every byte. Raises StoreError, naming the tensor that differs."""
-        if self.local and manifest.base is None:
-            tensors = Tensors(Path(self.directory(manifest.view, manifest.version)), manifest)
-            for name in manifest.tensors:
-                tensors[name]
 
     def prune(self, view: str, keep: int) -> list[int]:
         """Drop all but the newest `keep` complete versions and the bases of their deltas. Returns what was dropped."""
@@ -325,8 +272,9 @@ class Store:
         complete = [
             m for v in self.versions(view) if v <= pointer.version and (m := self.manifest(view, v)) is not None
         ]
-        kept = {m.version for m in complete[-keep:]} | {pointer.version}
-        needed = min(kept)
+        if not complete:
+            return []
+        needed = complete[-keep:][0].version
         while (oldest := self.manifest(view, needed)) is not None and oldest.base is not None:
             needed = oldest.base
         dropped = [v for v in self.versions(view) if v < needed]
@@ -343,14 +291,15 @@ class Store:
 
     def check_fence(self) -> None:
         """Raise StoreError if another attempt or run has taken the store over."""
-        owner = _owner(self.fs, self.path, self.root)
-        if owner is not None and owner != (self.run, self.attempt):
+        owner = open_store(self.root)
+        if owner is not None and owner != self:
             raise StoreError(
-                f"store {self.root} now belongs to run {owner[0]} attempt {owner[1]}; this is run {self.run} attempt "
-                f"{self.attempt} and must stop writing"
+                f"store {self.root} now belongs to run {owner.run} attempt {owner.attempt}; this is run {self.run} "
+                f"attempt {self.attempt} and must stop writing"
             )
 
     def read_file(self, path: str) -> bytes | None:
+        """The bytes of a file, None if it does not exist."""
         return files.read(self.fs, path)
 
     def write(self, path: str, data: bytes) -> None:
@@ -362,22 +311,29 @@ class Store:
 class Writer:
     """Streams tensors of one part into safetensors files of bounded size."""
 
-    def __init__(self, store: Store, view: str, version: int, part: int, source: str, base: int | None) -> None:
+    def __init__(self, store: Store, view: str, version: int, part: int, source: str, base: Replica | None) -> None:
         self._store, self._part, self._source, self._base = store, part, source, base
         self._directory = store.directory(view, version)
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._file = 0
         self._tensors: dict[str, Entry] = {}
-        self.stats: dict[str, float] = {}
+        counted = () if base is None else ("changed_bytes", "total_bytes", "wire_bytes")
+        self._stats: dict[str, float] = dict.fromkeys(counted, 0)
 
-    def add(self, name: str, tensor: Tensor, *, final: str | None = None) -> None:
-        """Append a tensor. `final`: xxh3 of the bytes that it will be once applied, where it travels as a delta."""
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor, or what changed in it since the base.
+
+        Raises StoreError for a tensor that was added before, or that the base lacks or holds in another size.
+        """
         if name in self._tensors:
             raise StoreError(f"tensor {name} was added twice to {self._directory}")
         data = tensor.detach().cpu().contiguous()
+        digest = tensor_checksum(data)
+        if self._base is not None:
+            data = self._difference(name, data, self._base)
         if self._pending and self._pending_bytes + data.nbytes > FILE_BYTES:
             self._flush()
-        self._tensors[name] = Entry(self._file_name(), data.nbytes, final or tensor_checksum(data))
+        self._tensors[name] = Entry(self._file_name(), data.nbytes, digest)
         self._pending[name] = data
         self._pending_bytes += data.nbytes
 
@@ -385,10 +341,24 @@ class Writer:
         """Complete the part. A writer that is not closed leaves nothing that anyone reads."""
         if self._pending:
             self._flush()
-        part = Part(self._store.run, self._store.attempt, self._source, self._base, self._tensors, self.stats)
-        self._store.write(
-            f"{self._directory}/{_part_name(self._store.attempt, self._part)}", msgspec.json.encode(part)
-        )
+        store, base = self._store, None if self._base is None else self._base.manifest.version
+        part = Part(store.run, store.attempt, self._source, base, self._tensors, self._stats)
+        store.write(f"{self._directory}/{_part_name(store.attempt, self._part)}", msgspec.json.encode(part))
+
+    def _difference(self, name: str, tensor: Tensor, base: Replica) -> Tensor:
+        """zstd(new XOR old) as a uint8 vector, empty where nothing changed; counted in the stats."""
+        entry = base.manifest.tensors.get(name)
+        if entry is None or entry.bytes != tensor.nbytes:
+            raise StoreError(
+                f"tensor {name} differs in size from version {base.manifest.version}; publish this version in full"
+            )
+        difference = as_bytes(tensor) ^ as_bytes(base.stored(name))  # staging has checked the base
+        changed = int(np.count_nonzero(difference))
+        wire = zstandard.ZstdCompressor(level=_DELTA_LEVEL).compress(difference) if changed else b""
+        self._stats["changed_bytes"] += changed
+        self._stats["total_bytes"] += tensor.nbytes
+        self._stats["wire_bytes"] += len(wire)
+        return torch.from_numpy(np.frombuffer(bytearray(wire), dtype=np.uint8))
 
     def _file_name(self) -> str:
         return f"model-a{self._store.attempt}-p{self._part:03d}-{self._file:05d}.safetensors"
@@ -398,14 +368,8 @@ class Writer:
         if self._store.local:
             files.check_space(self._directory, self._pending_bytes)
             temporary = f"{path}.{secrets.token_hex(4)}.tmp"
-            try:
-                safetensors.torch.save_file(self._pending, temporary, metadata={"format": "pt"})
-                files.sync(temporary)
-            except (OSError, safetensors.SafetensorError) as error:
-                Path(temporary).unlink(missing_ok=True)
-                raise StoreError(
-                    f"cannot write {path}: {error}; free some space or lower weights.keep_versions"
-                ) from error
+            files.write_tensors(Path(temporary), self._pending)
+            files.sync(temporary)
             os.replace(temporary, path)
         else:
             self._store.fs.pipe_file(path, safetensors.torch.save(self._pending, metadata={"format": "pt"}))
@@ -414,68 +378,45 @@ class Writer:
 
 def init(root: str, run: str) -> Store:
     """Open the store for writing, creating it for `run` if it is empty. Raises StoreError if it is another run's."""
-    fs, path = fsspec.core.url_to_fs(root)
-    path = str(path).rstrip("/")
-    owner = _owner(fs, path, root)
-    if owner is None:
-        owner = (run, 1)
-        files.write(fs, f"{path}/run.json", json.dumps({"run": run, "attempt": 1}).encode())
-    if owner[0] != run:
-        raise StoreError(f"store {root} belongs to run {owner[0]}, not {run}; set weights.store to an empty place")
-    return Store(root, run, owner[1])
+    return open_store(root, run) or _own(root, run, 1)
 
 
-def open_store(root: str, run: str) -> Store | None:
-    """Open the store as its present attempt, or None while nobody has initialised it. Raises StoreError if foreign."""
-    fs, path = fsspec.core.url_to_fs(root)
-    return init(root, run) if _owner(fs, str(path).rstrip("/"), root) is not None else None
+def open_store(root: str, run: str | None = None) -> Store | None:
+    """Open the store as its present attempt, or None while nobody has initialised it.
 
-
-class Tensors:
-    """The tensors of a full local version, mapped from its files and checked as they are read.
-
-    Raises StoreError, naming the document or tensor, where the bytes are not those of the manifest.
+    Raises StoreError if it is damaged or not `run`'s.
     """
+    fs, path = fsspec.core.url_to_fs(root)
+    raw = files.read(fs, f"{str(path).rstrip('/')}/run.json")
+    if raw is None:
+        return None
+    try:
+        owner = msgspec.json.decode(raw, type=_Owner)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"store {root}: run.json is damaged; write the run's id and attempt back into it") from error
+    if run not in (None, owner.run):
+        raise StoreError(f"store {root} belongs to run {owner.run}, not {run}; set weights.store to an empty place")
+    return Store(root, owner.run, owner.attempt)
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory, self._manifest = directory, manifest
-        self._files: dict[str, Any] = {}
-        for name, digest in manifest.documents.items():
-            document = files.read(_LOCAL, str(directory / name))
-            if document is None or checksum(document) != digest:
-                raise StoreError(
-                    f"{manifest.view} version {manifest.version}: {directory / name} is not the published one"
-                )
 
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self._manifest.tensors[name]
-        where = f"{self._manifest.view} version {self._manifest.version}, tensor {name}"
-        path = self._directory / entry.file
-        try:
-            if entry.file not in self._files:
-                self._files[entry.file] = safetensors.safe_open(path, framework="pt")
-            tensor = self._files[entry.file].get_tensor(name)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise StoreError(f"{where}: cannot read {path} ({error})") from error
-        if tensor_checksum(tensor) != entry.xxh3:
-            raise StoreError(f"{where}: bytes differ from the manifest in {path}")
-        return tensor
+class _Owner(msgspec.Struct):
+    run: str
+    attempt: int
+
+
+def _own(root: str, run: str, attempt: int) -> Store:
+    store = Store(root, run, attempt)
+    files.write(store.fs, f"{store.path}/run.json", msgspec.json.encode(_Owner(run, attempt)))
+    return store
 
 
 def _digest(manifest: Manifest) -> str:
     return checksum(msgspec.json.encode(msgspec.structs.replace(manifest, digest="")))
 
 
+def _base_name(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
 def _part_name(attempt: int, part: int) -> str:
     return f"part-a{attempt}-p{part:03d}.json"
-
-
-def _owner(fs: Any, path: str, root: str) -> tuple[str, int] | None:
-    raw = files.read(fs, f"{path}/run.json")
-    if raw is None:
-        return None
-    try:
-        owner = json.loads(raw)
-        return str(owner["run"]), int(owner["attempt"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"store {root}: run.json is damaged; write the run's id and attempt back into it") from error

@@ -27,7 +27,7 @@ def with_outliers(directory: Path, tensors: dict[str, torch.Tensor]) -> dict[str
 def nvfp4_error(weight: torch.Tensor, scales: torch.Tensor) -> float:
     """Relative error of the encoded matrix behind a norm whose channels are `scales` times smaller."""
     name = "model.layers.0.mlp.experts.0.down_proj.weight"
-    decoded = encoders.decode("nvfp4", encoders.encode("nvfp4", {name: weight}))[name]
+    decoded = dict(encoders.decode("nvfp4", encoders.encode("nvfp4", {name: weight})))[name]
     return float((((decoded - weight) / scales).float().norm() / (weight / scales).float().norm()).item())
 
 

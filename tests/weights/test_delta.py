@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,42 @@ def test_a_damaged_delta_is_refused_by_name_and_the_base_survives(how: str, tmp_
     assert checksums(before) == expected
 
 
+@pytest.mark.parametrize("bad", ["replica-000001*/model-*", "delta-000002*/model-*"])
+def test_a_bad_local_copy_does_not_outlive_one_attempt(bad: str, tmp_path: Path) -> None:
+    opened = store.init(f"memory://heal-{tmp_path.name}-{os.getpid()}", "run")
+    tensors, follower = models.moe(experts=1), tmp_path / "follower"
+    for version in range(3):
+        opened.publish("bf16", version, tensors.items(), models.CONFIG)
+        encode.encode_version(opened, opened.latest("bf16"), ["fp8"], tmp_path / "scratch", anchor_every=100)
+        if version == 1:
+            delta.stage(opened, "fp8", opened.latest("fp8"), follower)
+        tensors = models.trained(tensors, version)
+    pointer = opened.latest("fp8")
+    if bad.startswith("delta"):
+        delta.stage(opened, "fp8", pointer, follower)
+        [whole] = follower.glob("replica-000002*")
+        shutil.rmtree(whole)
+    [file] = follower.glob(bad)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(StoreError, match="fp8 version 2"):
+        delta.stage(opened, "fp8", pointer, follower)
+    assert delta.stage(opened, "fp8", pointer, follower).manifest.version == 2
+
+
+def test_a_writer_without_tensors_joins_a_delta(tmp_path: Path) -> None:
+    opened = store.init(str(tmp_path / "store"), "run")
+    opened.publish("bf16", 0, models.moe().items(), models.CONFIG)
+    base = delta.stage(opened, "bf16", opened.latest("bf16"), tmp_path / "scratch")
+    for part, tensors in enumerate([models.trained(models.moe(), 1), {}]):
+        writer = opened.writer("bf16", 1, part=part, base=base)
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        writer.close()
+    assert opened.seal("bf16", 1, parts=2, config=models.CONFIG).stats["changed_bytes"] > 0
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.binary(min_size=1, max_size=400), st.data())
 def test_any_bytes_survive_a_delta(tmp_path_factory: pytest.TempPathFactory, old: bytes, data: st.DataObject) -> None:
@@ -124,11 +162,9 @@ def test_any_bytes_survive_a_delta(tmp_path_factory: pytest.TempPathFactory, old
     as_tensor = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in (old, new)]
     opened.publish("bf16", 0, [("t", as_tensor[0])], {})
     base = delta.stage(opened, "bf16", opened.latest("bf16"), root / "a")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta, "BUCKET_BYTES", 64)
-        writer = opened.writer("bf16", 1, base=0)
-        delta.add_tensor(writer, "t", as_tensor[1], base)
-        writer.close()
-        opened.seal("bf16", 1, parts=1, config={})
-        result = delta.stage(opened, "bf16", opened.latest("bf16"), root / "b")
+    writer = opened.writer("bf16", 1, base=base)
+    writer.add("t", as_tensor[1])
+    writer.close()
+    opened.seal("bf16", 1, parts=1, config={})
+    result = delta.stage(opened, "bf16", opened.latest("bf16"), root / "b")
     assert dict(result.read())["t"].numpy().tobytes() == new

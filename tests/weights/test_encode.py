@@ -70,6 +70,32 @@ def test_processes_follow_publications_resumes_and_their_own_death(tmp_path: Pat
             process.wait()
 
 
+def test_a_resume_while_a_version_is_encoded_does_not_end_the_encoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Waits(Exception):
+        pass
+
+    def wait(_: float) -> None:
+        raise Waits
+
+    config = run_config(tmp_path)
+    opened = store.init(config.weights.store, "run")
+    opened.publish("bf16", 0, models.moe().items(), models.CONFIG)
+    real = encode.encode_part
+
+    def resumed_meanwhile(*arguments: object, **options: object) -> None:
+        # a resume has taken the store over and checks the kept versions before it moves the pointers
+        (tmp_path / "store" / "run.json").write_text('{"run": "run", "attempt": 2}')
+        real(*arguments, **options)
+
+    monkeypatch.setattr(encode, "encode_part", resumed_meanwhile)
+    monkeypatch.setattr(encode.time, "sleep", wait)
+    with pytest.raises(Waits):
+        encode.follow(config, ["fp8"])
+    assert store.open_store(opened.root, "run").latest("fp8") is None
+
+
 def test_a_version_that_is_not_finite_ends_the_encoder_with_its_name(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     opened = store.init(config.weights.store, "run")

@@ -103,7 +103,7 @@ def test_a_checkpoint_encodes_and_decodes(view: str, tmp_path: Path) -> None:
     assert view_of(encoded.config) == view and "quantization_config" not in decoded.config
     assert (tmp_path / "decoded" / "tokenizer.json").exists()
     original = encode_all("bf16", tensors)
-    assert set(decoded.names) == original.keys()
+    assert set(decoded) == original.keys()
     for name, tensor in original.items():
         if name in QUANTISED[view]:
             assert decoded[name].dtype == torch.bfloat16

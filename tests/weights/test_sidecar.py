@@ -15,10 +15,10 @@ from weight_fakes import FakeEngine, FakeRouter, fingerprint
 from weight_runs import run_config
 
 from miles_mixprec.config import Config
-from miles_mixprec.errors import EngineError, StoreError
+from miles_mixprec.errors import ConfigError, EngineError, StoreError
 from miles_mixprec.weights import encode, sidecar, store
 from miles_mixprec.weights.checkpoint import decode_checkpoint
-from miles_mixprec.weights.sidecar import Engine, Sidecar
+from miles_mixprec.weights.sidecar import Sidecar
 
 FAILURES = (StoreError, EngineError, aiohttp.ClientError, asyncio.TimeoutError)
 
@@ -42,8 +42,9 @@ class House:
         self.sidecar = self.new_sidecar()
 
     def new_sidecar(self) -> Sidecar:
-        engine = Engine.of(self.config, f"{self.view}/0", self.urls[0])
-        return Sidecar(engine, self.config, self.urls[1], self.root / "staging", self.session)
+        staging = self.root / "staging"
+        where = (self.config, self.urls[1], staging, self.session, sidecar.Stager(staging))
+        return Sidecar(f"{self.view}/0", self.urls[0], *where)
 
     def publish(self, version: int, seed: int | None = None) -> None:
         tensors = models.moe(version if seed is None else seed, experts=2)
@@ -331,6 +332,25 @@ def test_a_router_that_was_away_hears_it_all_again(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(h.config.router, "heartbeat_s", 0.0)
         await h.sidecar.step()
         assert h.router.states == [("serving", 2)]
+
+    house(test, tmp_path)
+
+
+def test_without_an_admin_token_the_client_token_opens_the_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLIENT_TOKEN", "c")
+    monkeypatch.setenv("ADMIN_TOKEN", "a")
+
+    async def test(h: House) -> None:
+        for client, admin, sent in [("CLIENT_TOKEN", None, "Bearer c"), ("CLIENT_TOKEN", "ADMIN_TOKEN", "Bearer a")]:
+            h.config.router.client_token_env, h.config.router.admin_token_env = client, admin
+            h.sidecar = h.new_sidecar()
+            await h.sidecar.step()
+            assert h.router.authorization == sent
+        h.config.router.admin_token_env = "NOT_SET"
+        with pytest.raises(ConfigError, match=r"router\.admin_token_env=NOT_SET"):
+            h.new_sidecar()
 
     house(test, tmp_path)
 

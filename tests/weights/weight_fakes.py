@@ -16,7 +16,7 @@ from miles_mixprec.weights.files import checksum, tensor_checksum
 def fingerprint(directory: Path) -> str:
     """Digest of every tensor that an engine would load from a directory."""
     checkpoint = Checkpoint(directory)
-    return checksum("".join(f"{n}{tensor_checksum(checkpoint[n])}" for n in sorted(checkpoint.names)).encode())
+    return checksum("".join(f"{n}{tensor_checksum(checkpoint[n])}" for n in sorted(checkpoint)).encode())
 
 
 class FakeEngine:
@@ -77,6 +77,7 @@ class FakeRouter:
         self.workers: list[dict[str, Any]] = []
         self.views: list[tuple[str, int, str]] = []
         self.down = False
+        self.authorization: str | None = None
 
     async def start(self) -> str:
         app = web.Application()
@@ -88,6 +89,7 @@ class FakeRouter:
     async def post_worker(self, request: web.Request) -> web.Response:
         if self.down:
             return web.json_response({}, status=503)
+        self.authorization = request.headers.get("Authorization")
         self.workers.append(await request.json())
         return web.json_response({"id": "1"})
 
