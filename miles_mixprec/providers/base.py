@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from miles_mixprec.config import Fleet
 from miles_mixprec.errors import EngineError
@@ -34,28 +34,50 @@ class Health:
     detail: str = ""
 
 
-class Provider(Protocol):
+class Provider(ABC):
     """Engines of one fleet. Launching never waits for readiness; `await_engines` does."""
 
     fleet: Fleet
 
-    def launch(self, pool: str) -> Sequence[Engine]:
-        """Start the engines that the fleet states for `pool`."""
-
+    @abstractmethod
     def list(self) -> Sequence[Engine]:
         """Engines asked for and not stopped, whatever their health, ordered by pool and index."""
 
-    def resize(self, pool: str, engines: int) -> Sequence[Engine]:
-        """Start or stop engines (highest index first) until `pool` has that many; return them."""
+    @abstractmethod
+    def health(self, name: str) -> Health:
+        """State of engine `<pool>/<index>` now. Raises EngineError if unknown."""
 
+    @abstractmethod
     def stop(self) -> None:
         """Stop everything that this provider started. Repeatable."""
 
+    @abstractmethod
+    def _resize(self, pool: str, engines: int) -> None: ...
+
+    def launch(self, pool: str) -> Sequence[Engine]:
+        """Start the engines that the fleet states for `pool`."""
+        return self.resize(pool, self.fleet.pools[pool].engines)
+
+    def resize(self, pool: str, engines: int) -> Sequence[Engine]:
+        """Start or stop engines (highest index first) until `pool` has that many; return them."""
+        self._resize(pool, engines)
+        return self._engines_of(pool)
+
     def address(self, name: str) -> str:
         """Base URL of engine `<pool>/<index>`. Raises EngineError if unknown or not yet placed."""
+        engine = self._engine(name)
+        if engine.url is None:
+            raise EngineError(f"engine {name}: not placed yet ({self.health(name).detail}); wait for it")
+        return engine.url
 
-    def health(self, name: str) -> Health:
-        """State of engine `<pool>/<index>` now. Raises EngineError if unknown."""
+    def _engine(self, name: str) -> Engine:
+        engines = {engine.name: engine for engine in self.list()}
+        if name not in engines:
+            raise EngineError(f"engine {name}: not in use; this provider has {', '.join(engines) or 'none'}")
+        return engines[name]
+
+    def _engines_of(self, pool: str) -> Sequence[Engine]:
+        return [engine for engine in self.list() if engine.pool == pool]
 
 
 def await_engines(
@@ -76,9 +98,10 @@ def await_engines(
         engines = provider.list()
         states = {engine.name: provider.health(engine.name) for engine in engines}
         for engine in engines:
-            if states[engine.name].state == "failed":
+            state = states[engine.name].state
+            if state == "failed":
                 raise EngineError(states[engine.name].detail)
-            if states[engine.name].state == "ready" and engine.name not in ready:
+            if state == "ready" and engine.url is not None and engine.name not in ready:
                 ready[engine.name] = engine
                 on_ready(engine)
         if len(ready) == len(engines):
@@ -98,10 +121,10 @@ def await_engines(
     return list(ready.values())
 
 
-def responds(url: str, *, path: str = "/health", timeout_s: float = 2.0) -> bool:
-    """Whether a GET of `url + path` answers 200 in time."""
+def responds(url: str) -> bool:
+    """Whether the server at `url` says within 2 s that it is healthy."""
     try:
-        with urllib.request.urlopen(url + path, timeout=timeout_s) as reply:
+        with urllib.request.urlopen(f"{url}/health", timeout=2.0) as reply:
             return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
+    except OSError:
         return False

@@ -19,16 +19,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import modal
-from omegaconf import OmegaConf
 
-from miles_mixprec.config import Config, Fleet, from_mapping, to_mapping
+from miles_mixprec.config import Config, from_file, from_mapping, to_mapping
 from miles_mixprec.errors import ConfigError, EngineError
 from miles_mixprec.fleet.accelerators import accelerator
-from miles_mixprec.providers.base import Engine, Health
-from miles_mixprec.providers.engine import process_health, start_engine, start_sidecar
+from miles_mixprec.providers.base import Engine, Health, Provider
+from miles_mixprec.providers.engine import process_health, start_engine, start_sidecar, write_config
 from miles_mixprec.providers.process import EngineProcess
 
 APP_MODULE = "miles_mixprec.providers.modal_app"
@@ -80,12 +79,12 @@ def build_app(config: Config, module: str = APP_MODULE) -> ModalApp:
     if settings.private and settings.region is None:
         raise ConfigError("fleet.modal.private: private addresses exist within one region; set fleet.modal.region")
     app = modal.App(app_name(config))
-    engines = {}
+    engines, classes = {}, {}
     for name in config.fleet.pools:
+        class_name = f"Engine_{name.replace('-', '_')}"
         body = {"pool": name, "config": config, "__module__": module}
-        engine_class = type(f"Engine_{name.replace('-', '_')}", (_EngineContainer,), body)
-        engines[name] = app.cls(**engine_options(config, name))(engine_class)
-    classes = {f"Engine_{name.replace('-', '_')}": cls for name, cls in engines.items()}
+        engine_class = type(class_name, (_EngineContainer,), body)
+        engines[name] = classes[class_name] = app.cls(**engine_options(config, name))(engine_class)
     if not settings.router_url:
         options = _shared_options(config) | {"cpu": 4, "min_containers": 1, "max_containers": 1}
         options |= {"nonpreemptible": True, "startup_timeout": 300}
@@ -109,7 +108,7 @@ def _shared_options(config: Config) -> dict[str, Any]:
     }
 
 
-class ModalProvider:
+class ModalProvider(Provider):
     """Deploys the run's app on the first `launch` and reads the state of its containers.
 
     A pool is resized through Modal's autoscaler: its floor and ceiling become the number of engines.
@@ -117,7 +116,7 @@ class ModalProvider:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.fleet: Fleet = config.fleet
+        self.fleet = config.fleet
         self._app: ModalApp | None = None
         self._wanted: dict[str, int] = {}
 
@@ -125,7 +124,7 @@ class ModalProvider:
         if self._app is None:
             self._app = self._deploy()
         self._wanted[pool] = self.fleet.pools[pool].engines
-        return [engine for engine in self.list() if engine.pool == pool]
+        return self._engines_of(pool)
 
     def list(self) -> Sequence[Engine]:
         entries = self._entries()
@@ -135,12 +134,11 @@ class ModalProvider:
             for index in range(count)
         ]
 
-    def resize(self, pool: str, engines: int) -> Sequence[Engine]:
+    def _resize(self, pool: str, engines: int) -> None:
         if self._app is None:
             raise EngineError(f"pool {pool}: the app is not deployed; launch before resizing")
         self._app.engines[pool]().update_autoscaler(min_containers=engines, max_containers=engines)
         self._wanted[pool] = engines
-        return [engine for engine in self.list() if engine.pool == pool]
 
     def stop(self) -> None:
         if self._app is not None:
@@ -148,24 +146,11 @@ class ModalProvider:
         self._app = None
         self._wanted.clear()
 
-    def address(self, name: str) -> str:
-        url = self._entries().get(name, {}).get("url")
-        if url is None:
-            raise EngineError(f"engine {name}: its container has not reported yet; wait for it")
-        return str(url)
-
     def health(self, name: str) -> Health:
         entry = self._entries().get(name)
         if entry is None:
             return Health("starting", "Modal has not placed its container yet")
         return Health(entry["state"], entry["detail"])
-
-    def router_url(self) -> str:
-        """The router's address for the trainer: public if it has one, else on the private network."""
-        if self.fleet.modal.router_url:
-            return self.fleet.modal.router_url
-        entry = _directory(self.config)["router"]
-        return str(entry["public_url"] or entry["url"])
 
     def _deploy(self) -> ModalApp:
         os.environ[CONFIG_VARIABLE] = json.dumps(to_mapping(self.config))
@@ -192,8 +177,7 @@ def container_config() -> Config:
     if CONFIG_VARIABLE in os.environ:
         return from_mapping(json.loads(os.environ[CONFIG_VARIABLE]))
     if "MIXPREC_RUN" in os.environ:
-        tree = OmegaConf.to_container(OmegaConf.load(os.environ["MIXPREC_RUN"]))
-        return from_mapping(cast(dict[str, Any], tree))
+        return from_file(os.environ["MIXPREC_RUN"])
     raise ConfigError("MIXPREC_RUN is not set; give it the path of the run's YAML configuration")
 
 
@@ -257,8 +241,8 @@ class _EngineContainer:
             health = process_health(self.local, self.process)
             entry = {"url": self.engine.url, "state": health.state, "detail": health.detail, "at": time.time()}
             self.directory.put(self.engine.name, entry)
-            if health.state == "ready" and self.sidecar is None:
-                router = self.config.fleet.modal.router_url or self.directory["router"]["url"]
+            router = self.config.fleet.modal.router_url or self.directory.get("router", {}).get("url")
+            if health.state == "ready" and self.sidecar is None and router:
                 self.sidecar = start_sidecar(
                     self.config, self.engine, router_url=router, logs=SCRATCH / "logs", staging=SCRATCH / "staging"
                 )
@@ -279,9 +263,7 @@ class _RouterContainer:
             public = self.tunnels.enter_context(modal.forward(ROUTER_PORT)).url
         workers = [*self.config.router.allowed_workers, _PRIVATE_NETWORK if private else _TUNNELS]
         bound = replace(self.config.router, host="", port=ROUTER_PORT, allowed_workers=workers)  # IPv4 and IPv6
-        run = SCRATCH / "run.yaml"
-        run.parent.mkdir(parents=True, exist_ok=True)
-        run.write_text(OmegaConf.to_yaml(OmegaConf.create(to_mapping(replace(self.config, router=bound)))))
+        run = write_config(replace(self.config, router=bound), SCRATCH / "run.yaml")
         command = [sys.executable, "-m", "miles_mixprec.router", "--config", str(run)]
         self.process = EngineProcess(command, env=os.environ, log=SCRATCH / "logs" / "router.log")
         _directory(self.config).put("router", {"url": url, "public_url": public, "at": time.time() + 1e9})

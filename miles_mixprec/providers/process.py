@@ -37,7 +37,6 @@ class EngineProcess:
         env: Mapping[str, str],
         log: Path,
         grace_s: float = 10.0,
-        cwd: str | None = None,
     ) -> None:
         self.log = log
         self.grace_s = grace_s
@@ -49,7 +48,6 @@ class EngineProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
-                cwd=cwd,
                 start_new_session=True,
             )
 

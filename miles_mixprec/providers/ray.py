@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 from miles_mixprec.config import Config, Fleet
 from miles_mixprec.errors import EngineError
 from miles_mixprec.fleet.accelerators import ACCELERATORS
-from miles_mixprec.providers.base import Engine, Health, responds
+from miles_mixprec.providers.base import Engine, Health, Provider, responds
 from miles_mixprec.providers.engine import SGLANG, process_health, start_engine, start_sidecar
 from miles_mixprec.providers.process import EngineProcess
 
@@ -73,21 +73,20 @@ class EngineActor:
     def _watch(self) -> None:
         assert self.engine.url is not None
         while True:
-            if self.process.returncode is not None and self.served:
+            ended = self.process.returncode is not None
+            if ended and self.served:
                 os._exit(1)
-            if not self.served and self.process.returncode is None and responds(self.engine.url):
+            if not ended and not self.served and responds(self.engine.url):
                 self.served = True
                 if self.launch.sidecar is not None:
-                    run_dir = Path(self.launch.run_dir)
-                    staging = run_dir / "staging" / f"{self.engine.pool}-{self.engine.index}"
-                    self.sidecar = start_sidecar(
-                        self.launch.sidecar,
-                        self.engine,
-                        router_url=self.launch.router_url,
-                        logs=run_dir / "logs",
-                        staging=staging,
-                    )
+                    self.sidecar = self._start_sidecar(self.launch.sidecar)
             time.sleep(0.5)
+
+    def _start_sidecar(self, config: Config) -> EngineProcess:
+        run_dir, engine = Path(self.launch.run_dir), self.engine
+        staging = run_dir / "staging" / f"{engine.pool}-{engine.index}"
+        router = self.launch.router_url
+        return start_sidecar(config, engine, router_url=router, logs=run_dir / "logs", staging=staging)
 
 
 @dataclass
@@ -98,7 +97,7 @@ class _Handle:
     url: str | None = None
 
 
-class RayProvider:
+class RayProvider(Provider):
     """Actors on the Ray cluster that this process is connected to.
 
     A pool's actors ask for `accelerators_per_engine` GPUs (none for CPU pools), its `cpus` and `memory_gib`, and a
@@ -110,53 +109,37 @@ class RayProvider:
             raise EngineError("provider ray: not connected to a Ray cluster; call ray.init(address=...) first")
         self.fleet = fleet
         self._launch = launch
-        self._handles: dict[str, dict[int, _Handle]] = {pool: {} for pool in fleet.pools}
-
-    def launch(self, pool: str) -> Sequence[Engine]:
-        return self.resize(pool, self.fleet.pools[pool].engines)
+        self._handles: dict[str, list[_Handle]] = {pool: [] for pool in fleet.pools}
 
     def list(self) -> Sequence[Engine]:
         self._refresh()
         return [
             Engine(pool, index, handle.url)
             for pool, handles in self._handles.items()
-            for index, handle in sorted(handles.items())
+            for index, handle in enumerate(handles)
         ]
 
-    def resize(self, pool: str, engines: int) -> Sequence[Engine]:
+    def _resize(self, pool: str, engines: int) -> None:
         handles = self._handles[pool]
-        _stop_all([handles.pop(index) for index in sorted(handles) if index >= engines])
+        surplus = handles[engines:]
+        del handles[engines:]
+        _stop_all(surplus)
         actor_class = ray.remote(**actor_options(self.fleet, pool))(EngineActor)
-        for index in sorted(set(range(engines)) - set(handles)):
+        for index in range(len(handles), engines):
             actor = actor_class.remote(self.fleet, pool, index, self._launch)
-            handles[index] = _Handle(actor, actor.status.remote(), Health("starting", "asked for"))
-        return [engine for engine in self.list() if engine.pool == pool]
+            handles.append(_Handle(actor, actor.status.remote(), Health("starting", "asked for")))
 
     def stop(self) -> None:
-        _stop_all([handle for handles in self._handles.values() for handle in handles.values()])
-        self._handles = {pool: {} for pool in self.fleet.pools}
-
-    def address(self, name: str) -> str:
-        handle = self._known(name)
-        self._refresh()
-        if handle.url is None:
-            raise EngineError(f"engine {name}: not placed yet ({handle.health.detail}); wait for it")
-        return handle.url
+        _stop_all([handle for handles in self._handles.values() for handle in handles])
+        self._handles = {pool: [] for pool in self.fleet.pools}
 
     def health(self, name: str) -> Health:
-        handle = self._known(name)
-        self._refresh()
-        return handle.health
-
-    def actor(self, name: str) -> Any:
-        """The Ray actor of engine `<pool>/<index>`."""
-        return self._known(name).actor
+        engine = self._engine(name)
+        return self._handles[engine.pool][engine.index].health
 
     def _refresh(self) -> None:
         """Take the answers that are there and ask again; an actor that cannot answer yet keeps its last state."""
-        outstanding = {
-            handle.status: (pool, handle) for pool, handles in self._handles.items() for handle in handles.values()
-        }
+        outstanding = {handle.status: (pool, handle) for pool, handles in self._handles.items() for handle in handles}
         if not outstanding:
             return
         answered, waiting = ray.wait(list(outstanding), num_returns=len(outstanding), timeout=STATUS_TIMEOUT_S)
@@ -172,13 +155,6 @@ class RayProvider:
             if handle.url is None:
                 resource = ACCELERATORS[self.fleet.pools[pool].accelerator].ray_resource
                 handle.health = Health("starting", f"waits for a node with {resource}")
-
-    def _known(self, name: str) -> _Handle:
-        pool, _, index = name.partition("/")
-        handles = self._handles.get(pool, {})
-        if not index.isdigit() or int(index) not in handles:
-            raise EngineError(f"engine {name}: not started by this provider; pool {pool} has {len(handles)} engines")
-        return handles[int(index)]
 
 
 def actor_options(fleet: Fleet, pool_name: str) -> dict[str, Any]:

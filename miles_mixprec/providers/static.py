@@ -6,18 +6,15 @@ from collections.abc import Sequence
 
 from miles_mixprec.config import Fleet
 from miles_mixprec.errors import EngineError
-from miles_mixprec.providers.base import Engine, Health, responds
+from miles_mixprec.providers.base import Engine, Health, Provider, responds
 
 
-class StaticProvider:
+class StaticProvider(Provider):
     """The engines at `fleet.pools.<name>.urls`. Nothing is started or stopped; `resize` uses more or fewer of them."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self._used: dict[str, int] = {}
-
-    def launch(self, pool: str) -> Sequence[Engine]:
-        return self.resize(pool, self.fleet.pools[pool].engines)
 
     def list(self) -> Sequence[Engine]:
         return [
@@ -26,23 +23,16 @@ class StaticProvider:
             for index in range(self._used.get(name, 0))
         ]
 
-    def resize(self, pool: str, engines: int) -> Sequence[Engine]:
+    def _resize(self, pool: str, engines: int) -> None:
         urls = self.fleet.pools[pool].urls
         if engines > len(urls):
             raise EngineError(
                 f"pool {pool}: {engines} engines wanted, {len(urls)} known; add to fleet.pools.{pool}.urls"
             )
         self._used[pool] = engines
-        return [engine for engine in self.list() if engine.pool == pool]
 
     def stop(self) -> None:
         self._used.clear()
-
-    def address(self, name: str) -> str:
-        for engine in self.list():
-            if engine.name == name and engine.url is not None:
-                return engine.url
-        raise EngineError(f"engine {name}: not in use; fleet {self.fleet.name} has no such URL")
 
     def health(self, name: str) -> Health:
         url = self.address(name)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 from miles_mixprec.config import Config, load, to_mapping  # noqa: E402
 from miles_mixprec.errors import ConfigError, EngineError  # noqa: E402
+from miles_mixprec.providers.base import Engine, Health  # noqa: E402
 from miles_mixprec.providers.modal import (  # noqa: E402
     CONFIG_VARIABLE,
     ModalProvider,
@@ -164,9 +165,31 @@ def test_states_come_from_the_directory(monkeypatch: pytest.MonkeyPatch) -> None
     assert [engine.url for engine in engines][:2] == ["http://[fdaa::1]:30000", None]
     assert found.health("h200_fp8/0").state == "ready"
     assert found.health("h200_fp8/1").detail == "Modal has not placed its container yet"
-    assert found.router_url() == "https://r.modal.host"
-    with pytest.raises(EngineError, match="h200_fp8/5: its container has not reported yet"):
+    with pytest.raises(EngineError, match=r"h200_fp8/5: not placed yet \(Modal has not placed its container yet\)"):
         found.address("h200_fp8/5")
+
+
+def test_an_engine_that_is_ready_before_the_router_gets_its_sidecar_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    from miles_mixprec.providers import modal as provider
+
+    class Beats:
+        left = 3
+
+        def wait(self, _: float) -> bool:
+            self.left -= 1
+            if self.left == 1:
+                container.directory["router"] = {"url": "http://[fdaa::3]:8000"}
+            return self.left == 0
+
+    routers: list[str] = []
+    monkeypatch.setattr(provider, "process_health", lambda *_: Health("ready"))
+    monkeypatch.setattr(provider, "start_sidecar", lambda *_, router_url, **__: routers.append(router_url))
+    container = provider._EngineContainer()
+    container.config, container.directory, container.leaving = config("planned"), Directory(), Beats()
+    container.engine = container.local = Engine("p", 0, "http://[fdaa::1]:30000")
+    container.process = container.sidecar = None
+    container._report()
+    assert routers == ["http://[fdaa::3]:8000"]
 
 
 def test_configuration_fits_an_environment_variable() -> None:

@@ -147,7 +147,7 @@ def test_engines_are_killed_replaced_and_resized_while_sessions_run(cluster: Non
         eventually(lambda: "fp8/0" in fresh_homes(router))
 
         url = provider.address("fp8/1")
-        ray.kill(provider.actor("fp8/1"), no_restart=False)
+        ray.kill(provider._handles["fp8"][1].actor, no_restart=False)
         eventually(lambda: provider.health("fp8/1").state == "ready" and provider.list()[1].url not in (None, url))
         with pytest.raises((urllib.error.URLError, OSError)):
             request(f"{url}/health")

@@ -13,7 +13,9 @@ from miles_mixprec.providers.static import StaticProvider
 
 
 class Scripted:
-    """A provider whose engines go through given states, one per look."""
+    """A provider whose engines go through given states, one per look, and are placed from a given look on."""
+
+    placed_at = 0
 
     def __init__(self, minimum: dict[str, int], states: dict[str, list[str]]) -> None:
         names = [name.split("/")[0] for name in states]
@@ -23,9 +25,12 @@ class Scripted:
         }
         self.fleet = Fleet(name="f", model="m", context_length=8, pools=pools)
         self.states = states
+        self.looks = 0
 
     def list(self) -> Sequence[Engine]:
-        return [Engine(name.split("/")[0], int(name.split("/")[1]), None) for name in self.states]
+        self.looks += 1
+        url = "http://placed" if self.looks >= self.placed_at else None
+        return [Engine(name.split("/")[0], int(name.split("/")[1]), url) for name in self.states]
 
     def health(self, name: str) -> Health:
         states = self.states[name]
@@ -46,6 +51,13 @@ def start(minimum: dict[str, int], states: dict[str, list[str]]) -> list[str]:
 
 def test_all_ready() -> None:
     assert start({}, {"a/0": ["starting", "ready"], "b/0": ["ready"]}) == ["b/0", "a/0"]
+
+
+def test_an_engine_placed_between_two_looks_is_ready_with_its_address() -> None:
+    provider = Scripted({}, {"a/0": ["ready"]})
+    provider.placed_at = 2
+    engines = await_engines(provider, timeout_s=5, poll_s=0.005)  # type: ignore[arg-type]
+    assert [engine.url for engine in engines] == ["http://placed"]
 
 
 def test_a_pool_that_never_arrives_does_not_block() -> None:
