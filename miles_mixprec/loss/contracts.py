@@ -2,9 +2,9 @@
 
 Each `check_*` looks at T response tokens at once and returns findings, one per check: where it fails, and the value to
 show. `require` turns the first failure into a ContractError; `judge` applies the policy of each check, for a batch of
-samples from several pools: `reject` takes the whole sample out of the loss (its tokens still count in every mean) and
-counts it, `stop` ends the run. Data is rejected by default, contradictions of the configuration stop the run;
-`algo.contracts` overrides either, per check.
+samples from several pools: `reject` takes the whole sample out of the loss (its tokens still count in every mean),
+`stop` ends the run. Data is rejected by default, contradictions of the configuration stop the run; `algo.contracts`
+overrides either, per check.
 
 A finding costs one pass over the [T, k] head or the [M] support members; the host learns of all of them in one copy.
 """
@@ -15,10 +15,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from miles_mixprec.errors import ConfigError, ContractError
+from miles_mixprec.loss.vocab import segment_sum
 
 logger = logging.getLogger(__name__)
 
@@ -133,37 +135,36 @@ def check_support(
     segment = torch.repeat_interleave(offsets.diff(), output_size=ids.numel())
 
     def per_row(bad: Tensor, values: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        count = torch.zeros(rows, device=bad.device).index_add_(0, at, bad.float())
         shown = torch.full((rows,), -torch.inf, dtype=torch.float64, device=bad.device)
-        return count > 0, shown.scatter_reduce_(0, at, values.double().where(bad, -torch.inf), "amax")
+        shown.scatter_reduce_(0, at, values.double().where(bad, -torch.inf), "amax")
+        return segment_sum(bad.float(), at, rows) > 0, shown
 
     # Ids below zero would wrap into the previous row's keys; they fail on their own.
     key, order = (segment * (1 << 32) + ids.clamp(min=-1)).sort()
     twice = torch.zeros_like(ids, dtype=torch.bool)
     twice[1:] = key[1:] == key[:-1]
     is_sampled = ids == sampled_ids[segment]
-    mass = torch.zeros(rows, dtype=torch.float64, device=ids.device).index_add_(
-        0, segment, support_log_q.double().exp()
-    )
-    apart = (support_log_q - log_q[segment]).abs().where(is_sampled, 0.0)
-    apart = torch.zeros(rows, dtype=apart.dtype, device=ids.device).index_add_(0, segment, apart)
-    present, _ = per_row(is_sampled, ids, segment)
+    mass = segment_sum(support_log_q.double().exp(), segment, rows)
+    apart = segment_sum((support_log_q - log_q[segment]).abs().where(is_sampled, 0.0), segment, rows)
     return [
         *check_sampled(sampled_ids, log_q, advantages, vocab_size),
         Finding("support_id", *per_row((ids < 0) | (ids >= vocab_size), ids, segment)),
         Finding("support_duplicate", *per_row(twice, ids[order], segment[order])),
         Finding("support_log_q", *per_row(~_is_log_prob(support_log_q), support_log_q, segment)),
         Finding("support_mass", (mass - 1).abs() > MASS_TOLERANCE, mass),
-        Finding("support_sampled", ~present, sampled_ids),
+        Finding("support_sampled", segment_sum(is_sampled.float(), segment, rows) == 0, sampled_ids),
         Finding("disagreement", apart > LOG_Q_TOLERANCE, apart),
     ]
 
 
-def check_offsets(offsets: Tensor, ids: Tensor, log_q: Tensor, rows: int) -> list[Finding]:
+def check_offsets(
+    offsets: Tensor | np.ndarray, ids: Tensor | np.ndarray, log_q: Tensor | np.ndarray, rows: int
+) -> list[Finding]:
     """One row: offsets [rows + 1] from 0 to M without a step back, ids and log q [M]."""
-    good = offsets.numel() == rows + 1 and ids.shape == log_q.shape == (ids.numel(),)
-    good = good and bool((offsets[0] == 0) & (offsets[-1] == ids.numel()) & (offsets.diff() >= 0).all())
-    return [Finding("offsets", torch.tensor([not good]), torch.tensor([offsets.numel()]))]
+    size = len(ids)
+    good = offsets.shape == (rows + 1,) and ids.shape == log_q.shape == (size,)
+    good = good and bool(offsets[0] == 0 and offsets[-1] == size and (offsets[1:] >= offsets[:-1]).all())
+    return [Finding("offsets", torch.tensor([not good]), torch.tensor([len(offsets)]))]
 
 
 def require(findings: Sequence[Finding]) -> None:
@@ -175,30 +176,32 @@ def require(findings: Sequence[Finding]) -> None:
 
 
 def judge(
-    findings: Sequence[Finding], sample: Tensor, token: Tensor, pools: Sequence[str], policy: Mapping[str, str]
+    findings: Sequence[Finding], sample: np.ndarray, token: np.ndarray, pools: Sequence[str], policy: Mapping[str, str]
 ) -> set[int]:
-    """Samples to reject. `sample` and `token` [T] (on the host) say whose row is whose, `pools` is one per sample.
-
-    Raises ContractError when a check whose policy is `stop` fails. Logs one line per rejected sample.
-    """
-    violations: dict[int, Violation] = {}
+    """`settle` what the findings say about each sample. `sample` and `token` [T] say whose row is whose, `pools` is
+    one per sample."""
+    violations = []
     for finding in _failed(findings):
-        rows = finding.bad.nonzero()[:, 0].tolist()
-        first = {int(sample[row]): row for row in reversed(rows)}
-        for at, row in sorted(first.items()):
-            value = float(finding.value[row])
-            violation = Violation(finding.check, at, int(token[row]), pools[at], value)
-            settle(violation, policy)
-            violations.setdefault(at, violation)
-    for violation in violations.values():
+        rows = finding.bad.numpy().nonzero()[0]
+        samples, first = np.unique(sample[rows], return_index=True)
+        for at, row in zip(samples.tolist(), rows[first].tolist(), strict=True):
+            violations.append(Violation(finding.check, at, int(token[row]), pools[at], float(finding.value[row])))
+    return settle(violations, policy)
+
+
+def settle(violations: Sequence[Violation], policy: Mapping[str, str]) -> set[int]:
+    """Samples to reject, which are logged with the first violation of each.
+
+    Raises ContractError for a violation of a check whose policy is `stop`.
+    """
+    first: dict[int, Violation] = {}
+    for violation in violations:
+        if policy.get(violation.check, DEFAULT_POLICY[violation.check]) == "stop":
+            raise ContractError(str(violation))
+        first.setdefault(violation.sample, violation)
+    for violation in first.values():
         logger.warning("rejected: %s", violation)
-    return set(violations)
-
-
-def settle(violation: Violation, policy: Mapping[str, str]) -> None:
-    """Raise ContractError if the policy of the violated check is `stop`."""
-    if policy.get(violation.check, DEFAULT_POLICY[violation.check]) == "stop":
-        raise ContractError(str(violation))
+    return set(first)
 
 
 def _failed(findings: Sequence[Finding]) -> list[Finding]:

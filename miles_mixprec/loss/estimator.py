@@ -156,35 +156,35 @@ def token_losses(
         raise ContractError(f"temperature {temperature}: must be finite and above 0")
     _check_shapes(logits, active, (sampled_ids, sampled_log_q, advantages), head_ids, head_log_q)
     row = active.nonzero()[:, 0]
-    taken, rule = (x[row] for x in (sampled_ids, sampled_log_q, advantages)), rule.at(row)
-    sampled_ids, sampled_log_q, advantages = taken
-    rows = row.cpu()
+    rows, rule = row.cpu(), rule.at(row)
+    sampled_ids, sampled_log_q, advantages = sampled_ids[row], sampled_log_q[row], advantages[row]
+    own = sampled_ids, sampled_log_q, advantages, shard.size
     if support_offsets is not None:
         if support_ids is None or support_log_q is None:
             raise ContractError("a support needs support_ids and support_log_q beside support_offsets")
         contracts.require(contracts.check_offsets(support_offsets, support_ids, support_log_q, active.numel()))
-        support = take_rows(support_offsets, row, support_ids, support_log_q)
-        offsets, ids, log_q = support
-        contracts.require(
-            contracts.check_support(offsets, ids, log_q, sampled_ids, sampled_log_q, advantages, shard.size)
-        )
+        offsets, ids, log_q = _take_rows(support_offsets, row, support_ids, support_log_q)
+        contracts.require(contracts.check_support(offsets, ids, log_q, *own))
         log_p = score_support(logits, offsets, ids, shard=shard, rows=rows, temperature=temperature)
         estimate = on_support(log_p, offsets, ids, log_q, sampled_ids, advantages, rule, centering)
     else:
-        if centering and (head_ids is None or head_log_q is None):
-            raise ContractError("score centering needs head_ids and head_log_q, or a support")
         if head_ids is None or head_log_q is None:
-            head_ids, head_log_q = sampled_ids.new_empty(row.numel(), 0), sampled_log_q.new_empty(row.numel(), 0)
+            if centering:
+                raise ContractError("score centering needs head_ids and head_log_q, or a support")
+            head_ids, head_log_q = empty_head(sampled_ids, sampled_log_q)
         else:
             head_ids, head_log_q = head_ids[row], head_log_q[row]
-        contracts.require(
-            contracts.check_head(head_ids, head_log_q, sampled_ids, sampled_log_q, advantages, shard.size)
-        )
+        contracts.require(contracts.check_head(head_ids, head_log_q, *own))
         scores = score_head(logits, sampled_ids, head_ids, shard=shard, rows=rows, temperature=temperature)
         estimate = on_head(
             scores, head_ids, head_log_q, sampled_ids, sampled_log_q, advantages, rule, centering, tail_floor
         )
     return estimate.loss.new_zeros(active.numel()).index_put((row,), estimate.loss)
+
+
+def empty_head(sampled_ids: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """A head of no tokens, ids and log q [T, 0], for arms that record none."""
+    return sampled_ids.new_empty(sampled_ids.numel(), 0), log_q.new_empty(log_q.numel(), 0)
 
 
 def on_head(
@@ -242,8 +242,8 @@ def on_support(
     rows = sampled_ids.numel()
     segment = torch.repeat_interleave(offsets.diff(), output_size=ids.numel())
     log_q = log_q.to(log_p.dtype)
-    where = sampled_position(offsets, ids, sampled_ids)
-    log_p_y, log_q_y = log_p[where], log_q[where]
+    is_sampled = ids == sampled_ids[segment]
+    log_p_y, log_q_y = (segment_sum(x.where(is_sampled, 0.0), segment, rows) for x in (log_p, log_q))
     with torch.no_grad():
         weight = rule.weight(log_p_y, log_q_y)
         p, q = log_p.exp(), log_q.exp()
@@ -255,30 +255,12 @@ def on_support(
         with torch.no_grad():
             mass = rule.at(segment).mass(log_p, log_q)
         score = score - segment_sum(mass * log_p, segment, rows)
-    zero = torch.zeros_like(weight)
-    return Estimate(
-        -advantages.to(score.dtype) * score,
-        log_p_y,
-        log_q_y,
-        weight,
-        entropy,
-        sampler_mass,
-        trainer_mass,
-        zero,
-        zero,
-        drift,
-    )
+    no_tail = torch.zeros_like(weight)
+    masses = sampler_mass, trainer_mass, no_tail, no_tail, drift
+    return Estimate(-advantages.to(score.dtype) * score, log_p_y, log_q_y, weight, entropy, *masses)
 
 
-def sampled_position(offsets: Tensor, ids: Tensor, sampled_ids: Tensor) -> Tensor:
-    """Index [T] of the sampled token within its row of the flat support; the row's start where it is missing."""
-    segment = torch.repeat_interleave(offsets.diff(), output_size=ids.numel())
-    hit = torch.arange(ids.numel(), device=ids.device).where(ids == sampled_ids[segment], -1)
-    found = hit.new_full((sampled_ids.numel(),), -1).scatter_reduce_(0, segment, hit, "amax")
-    return torch.where(found >= 0, found, offsets[:-1].clamp(max=max(ids.numel() - 1, 0)))
-
-
-def take_rows(offsets: Tensor, rows: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+def _take_rows(offsets: Tensor, rows: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
     """Rows `rows` of ragged data as (new offsets, *new columns)."""
     counts = offsets.diff()[rows]
     new_offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0)))

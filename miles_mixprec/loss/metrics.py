@@ -79,8 +79,6 @@ def lag_groups(lag: Tensor) -> dict[str, Tensor]:
 
 def sums(pairs: Mapping[str, Pair], groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`mixprec/<group>/<metric>_<num|den>` as 0-d fp32 CPU tensors; groups are [T] bool. One copy to the host."""
-    if not groups:
-        return {}
     member = torch.stack(list(groups.values())).double()
     columns = [x.double() for pair in pairs.values() for x in (pair.num, pair.den) if x is not None]
     one = torch.ones(member.size(1), dtype=torch.float64, device=member.device)

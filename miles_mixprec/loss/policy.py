@@ -22,10 +22,11 @@ from miles_mixprec import miles
 from miles_mixprec.config import Algo, from_args
 from miles_mixprec.errors import ConfigError, ContractError
 from miles_mixprec.loss import contracts, metrics
-from miles_mixprec.loss.contracts import Violation
-from miles_mixprec.loss.estimator import Estimate, Rule, on_head, on_support, take_rows
+from miles_mixprec.loss.estimator import Estimate, Rule, empty_head, on_head, on_support
 from miles_mixprec.loss.layout import Layout, LocalTokens, local_tokens
 from miles_mixprec.loss.vocab import HeadScores, Shard, score_head, score_support
+
+_HEAD_KEYS = ("rollout_topk_token_ids", "rollout_topk_log_probs")
 
 
 def policy_loss(
@@ -41,26 +42,26 @@ def policy_loss(
     `mixprec_source` beside its own. Raises ConfigError for Miles flags that the arm cannot run with, ContractError for
     sampler data whose policy is `stop`.
     """
-    run = _run(args)
     micro = MicroBatch.of(args, batch, logits)
-    rejected = micro.inspect(run)
-    tokens = micro.tokens(run, rejected)
-    rejected |= micro.agree(tokens.inspect(run, micro))
-    tokens = tokens.without(rejected)
+    rejected = micro.inspect()
+    tokens = micro.tokens(rejected)
+    if found := micro.agree(tokens.inspect()):
+        rejected |= found
+        tokens = micro.tokens(rejected)
 
-    estimate = tokens.estimate(run, logits.flatten(0, -2), micro.shard)
-    losses = micro.spread(estimate.loss, tokens)
-    pg_loss = loss = sum_of_sample_mean(losses)
+    estimate = tokens.estimate(logits.flatten(0, -2))
+    pg_loss = loss = sum_of_sample_mean(tokens.spread(estimate.loss))
     pairs = metrics.token_pairs(estimate, tokens.rule, tokens.lag)
-    if run.algo.kl_coef > 0:
-        kl = tokens.reference_kl(run, logits.flatten(0, -2), micro.shard)
-        loss = loss + run.algo.kl_coef * sum_of_sample_mean(micro.spread(kl, tokens))
+    kl_coef = micro.run.algo.kl_coef
+    if kl_coef > 0:
+        kl = tokens.reference_kl(logits.flatten(0, -2))
+        loss = loss + kl_coef * sum_of_sample_mean(tokens.spread(kl))
         pairs["reference_kl"] = metrics.Pair(kl.detach())
         pairs["reference_invalid"] = metrics.Pair((kl.detach() >= metrics.K3_LIMIT).float())
     report = {"loss": loss.detach().clone(), "pg_loss": pg_loss.detach().clone()}
-    report |= metrics.sums(pairs, tokens.groups(run, micro.pools))
+    report |= metrics.sums(pairs, tokens.groups())
     report |= metrics.sums({"kl": pairs["kl"]}, metrics.lag_groups(tokens.lag))
-    report |= micro.rejections(run, rejected)
+    report |= micro.rejections(rejected)
     return loss, report
 
 
@@ -73,11 +74,8 @@ class Run:
     chunk_rows: int | None  # --log-probs-chunk-size
 
     @property
-    def views(self) -> list[str]:
-        return list(dict.fromkeys(self.view_of.values()))
-
-    @property
     def head(self) -> bool:
+        """The arm needs a recorded head."""
         return self.algo.score_centering and not self.algo.support
 
     def rule(self, pools: Sequence[str], sample: np.ndarray, device: torch.device) -> Rule:
@@ -90,7 +88,7 @@ class Run:
         return Rule(algo.weights, low, high)
 
 
-_last_run: tuple[Any, Run] | None = None
+_last_run: tuple[Any, Run] | None = None  # with the configuration that it was made of
 
 
 def _run(args: Namespace) -> Run:
@@ -145,12 +143,15 @@ def check_recipe(args: Namespace, algo: Algo) -> None:
 class MicroBatch:
     """Miles' micro-batch on this rank."""
 
+    run: Run
     batch: Mapping[str, Any]
+    pools: list[str]  # of each sample
+    totals: np.ndarray  # prompt and response tokens of each sample, int64
+    responses: np.ndarray
     shard: Shard
     cp: miles.Group
     scored: LocalTokens  # response tokens whose logits this rank holds
     reduced: LocalTokens  # those that its masks, advantages and reducer cover; differ under all-gather CP
-    starts: np.ndarray  # [samples + 1] of the responses, laid end to end
     device: torch.device
 
     @staticmethod
@@ -167,76 +168,83 @@ class MicroBatch:
             logits.size(1),
         )
         scored = local_tokens(layout)
+        sources = batch.get("mixprec_source") or [None] * len(batch["response_lengths"])
         return MicroBatch(
+            run=_run(args),
             batch=batch,
+            pools=["unknown" if source is None else source.pool for source in sources],
+            totals=np.asarray(batch["total_lengths"], dtype=np.int64),
+            responses=np.asarray(batch["response_lengths"], dtype=np.int64),
             shard=Shard(args.vocab_size or logits.size(-1) * tp.size, tp.rank, tp.process_group),
             cp=cp,
             scored=scored,
             reduced=local_tokens(replace(layout, all_gather=False)) if all_gather else scored,
-            starts=np.concatenate(([0], np.cumsum(batch["response_lengths"]))).astype(np.int64),
             device=logits.device,
         )
 
-    @property
-    def pools(self) -> list[str]:
-        return ["unknown" if source is None else source.pool for source in self.column("mixprec_source")]
-
-    def column(self, key: str) -> Sequence[Any]:
-        values = self.batch.get(key)
-        return [None] * len(self.batch["response_lengths"]) if values is None else values
-
-    def inspect(self, run: Run) -> set[int]:
+    def inspect(self) -> set[int]:
         """Samples to reject for what can be seen without looking at a token. Raises ContractError."""
-        rejected = set()
-        columns = map(self.column, ("mixprec_source", "rollout_topk_token_ids", "rollout_topk_log_probs"))
-        rows = zip(*columns, self.column("rollout_sampling_mask"), self.batch["response_lengths"], strict=True)
-        for i, (source, head_ids, head_log_q, support, length) in enumerate(rows):
-            failed = _misfit(run, source, head_ids, head_log_q, support, length)
-            if failed is None and length and self.batch["total_lengths"][i] <= length:
-                failed = "shape", float(length)
-            if failed is not None:
-                pool = "unknown" if source is None else source.pool
-                violation = Violation(failed[0], i, None, pool, failed[1])
-                contracts.settle(violation, run.algo.contracts)
-                contracts.logger.warning("rejected: %s", violation)
-                rejected.add(i)
-        return rejected
+        failed = [(i, self._misfit(i)) for i in range(len(self.pools))]
+        violations = [
+            contracts.Violation(misfit[0], i, None, self.pools[i], misfit[1]) for i, misfit in failed if misfit
+        ]
+        return contracts.settle(violations, self.run.algo.contracts)
 
-    def tokens(self, run: Run, rejected: set[int]) -> Tokens:
+    def _misfit(self, i: int) -> tuple[str, float] | None:
+        """The check that sample `i` fails as a whole, and the value to show."""
+        run, algo, length = self.run, self.run.algo, int(self.responses[i])
+        source, support = self._column("mixprec_source")[i], self._column("rollout_sampling_mask")[i]
+        head_ids, head_log_q = (self._column(key)[i] for key in _HEAD_KEYS)
+        if source is None or (run.head and head_ids is None) or (algo.support and support is None):
+            return "missing", 0.0
+        if run.view_of.get(source.pool) != source.view:
+            return "source", 0.0
+        if abs(source.temperature - algo.temperature) > 1e-6 * algo.temperature:
+            return "temperature", source.temperature
+        fits = source.weight_versions.shape == (length,) and (length == 0 or length < self.totals[i])
+        if run.head:
+            fits &= head_ids.shape == head_log_q.shape == (length, algo.head)
+        if not fits:
+            return "shape", float(length)
+        if algo.support:
+            (found,) = contracts.check_offsets(support.offsets, support.ids, support.log_probs, length)
+            if found.bad:
+                return found.check, float(found.value)
+        return None
+
+    def tokens(self, rejected: set[int]) -> Tokens:
         """The active response tokens of the samples that are left."""
-        batch, local = self.batch, self.scored
-        mask = torch.cat(self._aligned("loss_masks", np.asarray(batch["response_lengths"]))).cpu().numpy() != 0
-        index = self.starts[local.sample] + local.position
-        active = np.flatnonzero(mask[index] & ~np.isin(local.sample, list(rejected)))
+        run, local = self.run, self.scored
+        mask = self._joined("loss_masks", self.responses).cpu().numpy() != 0
+        active = np.flatnonzero(mask[self._index(local)] & ~np.isin(local.sample, list(rejected)))
         sample, position = local.sample[active], local.position[active]
-        names = ["advantages", "rollout_log_probs"] + ["ref_log_probs"] * (run.algo.kl_coef > 0)
-        held = np.bincount(self.reduced.sample, minlength=len(batch["response_lengths"]))
-        columns = [torch.cat(self._aligned(name, held)).float() for name in names]
-        values = self._at_scored(torch.stack(columns, dim=1).detach())
         place = self._to_device(active)
-        values = values[place]
-        token_starts = np.concatenate(([0], np.cumsum(batch["total_lengths"])))
-        prompts = np.asarray(batch["total_lengths"]) - np.asarray(batch["response_lengths"])
-        where = self._to_device(token_starts[sample] + prompts[sample] + position)
-        sources = self.column("mixprec_source")
-        versions = _take([None if s is None else s.weight_versions for s in sources], sample, position, (), np.int32)
-        lag = np.where(versions >= 0, float(miles.trainer_version()) - versions, np.nan)
-        sets: tuple[Tensor, ...] = ()
+        held = np.bincount(self.reduced.sample, minlength=len(self.pools))
+        names = ["advantages", "rollout_log_probs"] + ["ref_log_probs"] * (run.algo.kl_coef > 0)
+        columns = torch.stack([self._joined(name, held).float() for name in names], dim=1).detach()
+        advantages, log_q, *reference = self._to_scored(columns)[place].unbind(dim=1)
+        where = self._to_device(np.cumsum(self.totals)[sample] - self.responses[sample] + position)
+        sampled_ids = torch.cat(list(self.batch["unconcat_tokens"])).to(self.device)[where]
+        versions = [None if s is None else s.weight_versions for s in self._column("mixprec_source")]
+        version = _take(versions, sample, position, np.empty(0, np.int32))
+        lag = np.where(version >= 0, float(miles.trainer_version()) - version, np.nan)
+        sets: tuple[Tensor, ...] = empty_head(sampled_ids, log_q)
         if run.algo.support:
-            sets = self._support(sample, position)
+            sets = tuple(map(self._to_device, _take_supports(self._column("rollout_sampling_mask"), sample, position)))
         elif run.head:
-            keys = (("rollout_topk_token_ids", np.int32), ("rollout_topk_log_probs", np.float32))
-            heads = [_take(self.column(key), sample, position, (run.algo.head,), kind) for key, kind in keys]
+            empty = np.empty((0, run.algo.head), np.int32), np.empty((0, run.algo.head), np.float32)
+            heads = (_take(self._column(key), sample, position, e) for key, e in zip(_HEAD_KEYS, empty, strict=True))
             sets = tuple(map(self._to_device, heads))
         return Tokens(
+            micro=self,
             rows=torch.from_numpy(local.rows[active]),
             place=place,
             sample=sample,
             position=position,
-            sampled_ids=torch.cat(list(batch["unconcat_tokens"])).to(self.device)[where],
-            advantages=values[:, 0],
-            log_q=values[:, 1],
-            reference=values[:, 2] if run.algo.kl_coef > 0 else None,
+            sampled_ids=sampled_ids,
+            advantages=advantages,
+            log_q=log_q,
+            reference=reference[0] if reference else None,
             sets=sets,
             lag=self._to_device(lag.astype(np.float32)),
             rule=run.rule(self.pools, sample, self.device),
@@ -246,32 +254,32 @@ class MicroBatch:
         """The union over the context-parallel ranks, which see different tokens of the same samples."""
         if self.cp.process_group is None:
             return rejected
-        flags = torch.zeros(len(self.starts) - 1, dtype=torch.int32, device=self.device)
+        flags = torch.zeros(len(self.pools), dtype=torch.int32, device=self.device)
         flags[list(rejected)] = 1
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.cp.process_group)
         return set(flags.nonzero()[:, 0].tolist())
 
-    def spread(self, values: Tensor, tokens: Tokens) -> Tensor:
-        """Values of `tokens` laid out as the reducer wants them, zero elsewhere, joined to the graph in any case."""
-        local = values.new_zeros(self.scored.rows.size).index_put((tokens.place,), values)
-        if self.scored is not self.reduced:
-            full = local.new_zeros(int(self.starts[-1])).index_put((self._index(self.scored),), local)
-            local = _SumOverRanks.apply(full, self.cp.process_group)[self._index(self.reduced)]
-        return local
+    def groups(self) -> dict[str, list[bool]]:
+        """The metrics' groups: which samples belong to each."""
+        view_of = self.run.view_of
+        views = [view_of.get(pool) for pool in self.pools]
+        members = {"all": [True] * len(self.pools)}
+        members |= {f"pool/{name}": [pool == name for pool in self.pools] for name in view_of}
+        return members | {f"view/{name}": [view == name for view in views] for name in view_of.values()}
 
-    def rejections(self, run: Run, rejected: set[int]) -> dict[str, Tensor]:
-        counted = self.cp.rank == 0  # every rank of the group knows of them; the sum must know once
-        pools = np.asarray(self.pools, dtype=object)
-        bad = np.isin(np.arange(pools.size), list(rejected))
-        groups = {"all": np.ones(pools.size, dtype=bool)} | {f"pool/{name}": pools == name for name in run.view_of}
-        report = {}
-        for group, member in groups.items():
-            report[f"mixprec/{group}/rejected_num"] = torch.tensor(float(counted * (member & bad).sum()))
-            report[f"mixprec/{group}/rejected_den"] = torch.tensor(float(counted * member.sum()))
-        return report
+    def rejections(self, rejected: set[int]) -> dict[str, Tensor]:
+        """Rejected samples by group. Every rank of the context-parallel group knows of them; the first one reports."""
+        bad = torch.tensor([float(i in rejected) for i in range(len(self.pools))])
+        reports = self.cp.rank == 0
+        groups = {name: torch.tensor(member) & reports for name, member in self.groups().items()}
+        return metrics.sums({"rejected": metrics.Pair(bad)}, groups)
 
-    def _aligned(self, key: str, lengths: np.ndarray) -> list[Tensor]:
-        """Miles' entry `key`, whose samples must have these lengths. Raises ContractError."""
+    def _column(self, key: str) -> Sequence[Any]:
+        values = self.batch.get(key)
+        return [None] * len(self.pools) if values is None else values
+
+    def _joined(self, key: str, lengths: np.ndarray) -> Tensor:
+        """Miles' entry `key`, whose samples must have these lengths, end to end. Raises ContractError."""
         values = list(self.batch[key])
         found = [value.numel() for value in values]
         if found != lengths.tolist():
@@ -280,32 +288,24 @@ class MicroBatch:
                 f"sample {i} of pool {self.pools[i]}: {key} has {found[i]} values for {lengths[i]} response tokens; "
                 "the generate hook must return one per token"
             )
-        return values
+        return torch.cat(values)
 
-    def _at_scored(self, values: Tensor) -> Tensor:
-        if self.scored is self.reduced:
-            return values
-        full = values.new_zeros(int(self.starts[-1]), values.size(1))
-        full[self._index(self.reduced)] = values
-        return _summed(full, self.cp.process_group)[self._index(self.scored)]
+    def _to_scored(self, values: Tensor) -> Tensor:
+        """Rows of the reduced tokens as rows of the scored ones."""
+        return values if self.scored is self.reduced else self._exchange(values, self.reduced, self.scored)
 
-    def _support(self, sample: np.ndarray, position: np.ndarray) -> tuple[Tensor, ...]:
-        """(offsets, ids, log q) of the tokens' supports."""
-        supports = self.column("rollout_sampling_mask")
-        counts, ids = [np.zeros(1, dtype=np.int64)], [np.zeros(0, dtype=np.int32)]
-        log_q = [np.zeros(0, dtype=np.float32)]
-        for i in np.unique(sample):
-            support, rows = supports[i], position[sample == i]
-            count = np.diff(support.offsets)[rows]
-            taken = np.repeat(support.offsets[rows] - np.cumsum(count) + count, count) + np.arange(count.sum())
-            counts.append(count)
-            ids.append(support.ids[taken])
-            log_q.append(support.log_probs[taken])
-        offsets = np.cumsum(np.concatenate(counts))
-        return tuple(self._to_device(x) for x in (offsets, np.concatenate(ids), np.concatenate(log_q)))
+    def _to_reduced(self, values: Tensor) -> Tensor:
+        return values if self.scored is self.reduced else self._exchange(values, self.scored, self.reduced)
 
-    def _index(self, tokens: LocalTokens) -> Tensor:
-        return self._to_device(self.starts[tokens.sample] + tokens.position)
+    def _exchange(self, values: Tensor, held: LocalTokens, wanted: LocalTokens) -> Tensor:
+        """Rows of `held` tokens, over the context-parallel ranks, as rows of `wanted` ones; differentiable."""
+        full = values.new_zeros(int(self.responses.sum()), *values.shape[1:])
+        full = full.index_put((self._to_device(self._index(held)),), values)
+        return _SumOverRanks.apply(full, self.cp.process_group)[self._to_device(self._index(wanted))]
+
+    def _index(self, tokens: LocalTokens) -> np.ndarray:
+        """Places of `tokens` in the responses, laid end to end."""
+        return (np.cumsum(self.responses) - self.responses)[tokens.sample] + tokens.position
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
@@ -315,6 +315,7 @@ class MicroBatch:
 class Tokens:
     """The active response tokens of a rank, [T] each; what needs no device stays on the host."""
 
+    micro: MicroBatch
     rows: Tensor  # of the flattened logits, on the host
     place: Tensor  # among the rank's scored tokens
     sample: np.ndarray
@@ -323,78 +324,67 @@ class Tokens:
     advantages: Tensor
     log_q: Tensor
     reference: Tensor | None
-    sets: tuple[Tensor, ...]  # (head ids, head log q), (support offsets, ids, log q) or nothing
+    sets: tuple[Tensor, ...]  # (head ids, head log q) or (support offsets, ids, log q)
     lag: Tensor
     rule: Rule
 
-    def inspect(self, run: Run, micro: MicroBatch) -> set[int]:
+    def inspect(self) -> set[int]:
         """Samples to reject for what their tokens hold. Raises ContractError."""
         if not self.sample.size:
             return set()
-        own = (self.sampled_ids, self.log_q, self.advantages, micro.shard.size)
-        check = {0: contracts.check_sampled, 2: contracts.check_head, 3: contracts.check_support}[len(self.sets)]
-        findings = check(*self.sets, *own)  # type: ignore[operator]
-        sample, position = torch.from_numpy(self.sample), torch.from_numpy(self.position)
-        return contracts.judge(findings, sample, position, micro.pools, run.algo.contracts)
-
-    def without(self, rejected: set[int]) -> Tokens:
-        keep_host = np.flatnonzero(~np.isin(self.sample, list(rejected)))
-        if keep_host.size == self.sample.size:
-            return self
-        keep_rows = torch.from_numpy(keep_host)
-        keep = keep_rows.to(self.place.device)
-        sets = take_rows(self.sets[0], keep, *self.sets[1:]) if len(self.sets) == 3 else [x[keep] for x in self.sets]
-        on_device = ("place", "sampled_ids", "advantages", "log_q", "lag") + ("reference",) * (
-            self.reference is not None
-        )
-        return replace(
-            self,
-            rows=self.rows[keep_rows],
-            sample=self.sample[keep_host],
-            position=self.position[keep_host],
-            sets=tuple(sets),
-            rule=self.rule.at(keep),
-            **{name: getattr(self, name)[keep] for name in on_device},
-        )
-
-    def estimate(self, run: Run, logits: Tensor, shard: Shard) -> Estimate:
-        """The estimator on these tokens; also joins `logits` to the graph where there are none."""
-        temperature, centering = run.algo.temperature, run.algo.score_centering
-        if len(self.sets) == 3:
+        algo = self.micro.run.algo
+        own = self.sampled_ids, self.log_q, self.advantages, self.micro.shard.size
+        if algo.support:
             offsets, ids, log_q = self.sets
-            log_p = score_support(logits, offsets, ids, shard=shard, rows=self.rows, temperature=temperature)
-            return on_support(log_p, offsets, ids, log_q, self.sampled_ids, self.advantages, self.rule, centering)
-        head_ids, head_log_q = self.sets or (self.sampled_ids[:, None][:, :0], self.log_q[:, None][:, :0])
-        scores = self._score(run, logits, shard, head_ids, entropy=True)
-        return on_head(
-            scores, head_ids, head_log_q, self.sampled_ids, self.log_q, self.advantages, self.rule, centering
-        )
+            findings = contracts.check_support(offsets, ids, log_q, *own)
+        else:
+            head_ids, head_log_q = self.sets
+            findings = contracts.check_head(head_ids, head_log_q, *own)
+        return contracts.judge(findings, self.sample, self.position, self.micro.pools, algo.contracts)
 
-    def reference_kl(self, run: Run, logits: Tensor, shard: Shard) -> Tensor:
+    def estimate(self, logits: Tensor) -> Estimate:
+        """The estimator on these tokens; also joins `logits` to the graph where there are none."""
+        algo = self.micro.run.algo
+        how = self.advantages, self.rule, algo.score_centering
+        if algo.support:
+            offsets, ids, log_q = self.sets
+            log_p = score_support(
+                logits, offsets, ids, shard=self.micro.shard, rows=self.rows, temperature=algo.temperature
+            )
+            return on_support(log_p, offsets, ids, log_q, self.sampled_ids, *how)
+        head_ids, head_log_q = self.sets
+        scores = self._score(logits, head_ids, entropy=True)
+        return on_head(scores, head_ids, head_log_q, self.sampled_ids, self.log_q, *how)
+
+    def reference_kl(self, logits: Tensor) -> Tensor:
         """k3 of KL(trainer || reference) [T] over the whole vocabulary, whatever the sampler kept."""
         assert self.reference is not None
-        scores = self._score(run, logits, shard, self.sampled_ids[:, None][:, :0], entropy=False)
-        return metrics.k3(self.reference - scores.sampled)
+        head_ids, _ = empty_head(self.sampled_ids, self.log_q)
+        return metrics.k3(self.reference - self._score(logits, head_ids, entropy=False).sampled)
 
-    def _score(self, run: Run, logits: Tensor, shard: Shard, head_ids: Tensor, entropy: bool) -> HeadScores:
+    def _score(self, logits: Tensor, head_ids: Tensor, entropy: bool) -> HeadScores:
+        run = self.micro.run
         return score_head(
             logits,
             self.sampled_ids,
             head_ids,
-            shard=shard,
+            shard=self.micro.shard,
             rows=self.rows,
             temperature=run.algo.temperature,
             entropy=entropy,
             chunk_rows=run.chunk_rows,
         )
 
-    def groups(self, run: Run, pools: Sequence[str]) -> dict[str, Tensor]:
-        views = [run.view_of.get(pool) for pool in pools]
-        member = {"all": [True] * len(pools)}
-        member |= {f"pool/{name}": [pool == name for pool in pools] for name in run.view_of}
-        member |= {f"view/{name}": [view == name for view in views] for name in run.views}
-        table = torch.tensor(list(member.values()), dtype=torch.bool)[:, torch.from_numpy(self.sample)]
-        return dict(zip(member, table.to(self.place.device), strict=True))
+    def spread(self, values: Tensor) -> Tensor:
+        """`values` [T] laid out as Miles' reducer wants them, zero elsewhere, joined to the graph in any case."""
+        micro = self.micro
+        return micro._to_reduced(values.new_zeros(micro.scored.rows.size).index_put((self.place,), values))
+
+    def groups(self) -> dict[str, Tensor]:
+        """[T] bool for each of the metrics' groups."""
+        groups = self.micro.groups()
+        table = torch.tensor(list(groups.values()))[:, torch.from_numpy(self.sample)]
+        return dict(zip(groups, table.to(self.place.device), strict=True))
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -403,46 +393,28 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        return _summed(values, group)
+        values = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(values, group=group)
+        return values
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return _SumOverRanks.apply(grad, ctx.group), None
 
 
-def _summed(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    values = values.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(values, group=group)
-    return values
+def _take(arrays: Sequence[Any], sample: np.ndarray, position: np.ndarray, empty: np.ndarray) -> np.ndarray:
+    """Row `position` of its sample's array for each token; tokens are sorted by sample, `empty` has rows' shape."""
+    return np.concatenate([empty, *(arrays[i][position[sample == i]] for i in np.unique(sample))])
 
 
-def _misfit(
-    run: Run, source: Any, head_ids: Any, head_log_q: Any, support: Any, length: int
-) -> tuple[str, float] | None:
-    """The check that a sample fails as a whole, and the value to show."""
-    algo = run.algo
-    if source is None or (run.head and head_ids is None) or (algo.support and support is None):
-        return "missing", 0.0
-    if run.view_of.get(source.pool) != source.view:
-        return "source", 0.0
-    if abs(source.temperature - algo.temperature) > 1e-6 * algo.temperature:
-        return "temperature", source.temperature
-    fits = source.weight_versions.shape == (length,)
-    if run.head:
-        fits &= head_ids.shape == head_log_q.shape == (length, algo.head)
-    if not fits:
-        return "shape", float(length)
-    if algo.support:
-        offsets, size = support.offsets, support.ids.size
-        good = offsets.shape == (length + 1,) and support.ids.shape == support.log_probs.shape == (size,)
-        if not (good and offsets[0] == 0 and offsets[-1] == size and (np.diff(offsets) >= 0).all()):
-            return "offsets", float(offsets.size)
-    return None
-
-
-def _take(
-    arrays: Sequence[Any], sample: np.ndarray, position: np.ndarray, shape: tuple[int, ...], kind: type
-) -> np.ndarray:
-    """Row `position` of its sample's array for each token; tokens are sorted by sample, rows are `shape`."""
-    parts = [np.zeros((0, *shape), dtype=kind), *(arrays[i][position[sample == i]] for i in np.unique(sample))]
-    return np.concatenate(parts)
+def _take_supports(supports: Sequence[Any], sample: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Offsets, ids and log q of the tokens' supports."""
+    counts, ids, log_q = [np.zeros(1, np.int64)], [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
+    for i in np.unique(sample):
+        support, rows = supports[i], position[sample == i]
+        count = np.diff(support.offsets)[rows]
+        taken = np.repeat(support.offsets[rows] - np.cumsum(count) + count, count) + np.arange(count.sum())
+        counts.append(count)
+        ids.append(support.ids[taken])
+        log_q.append(support.log_probs[taken])
+    return np.cumsum(np.concatenate(counts)), np.concatenate(ids), np.concatenate(log_q)

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,7 +105,7 @@ def test_require_names_row_and_value():
 
 def test_policies():
     findings = check_sampled(torch.tensor([1, 9, 2, 11]), torch.full((4,), -1.0), torch.ones(4), 8)
-    sample, token = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 5])
+    sample, token = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 5])
     assert judge(findings, sample, token, ["a", "b"], {}) == {0, 1}
     with pytest.raises(ContractError, match=r"sample 0 of pool a: response token 1: sampled id 9 .*\[token_id\]"):
         judge(findings, sample, token, ["a", "b"], {"token_id": "stop"})
