@@ -207,7 +207,7 @@ def megatron_init(args: Namespace) -> None:
     check_recipe(args, config.algo)
     _deliver_records()
     _publish_weights()
-    _log_training(args)
+    _log_training()
     if "megatron_init" in config.chain:
         from miles.utils.misc import load_function
 
@@ -246,14 +246,12 @@ def _publish_weights() -> None:
     actor.UpdateWeightFromDistributed = Publisher
 
 
-def _log_training(args: Namespace) -> None:
+def _log_training() -> None:
     """Add the run log to Miles' tracking backends, on the ranks that log."""
-    registry = _tracking_registry()
+    from miles_mixprec.rollout.log import TrainLog
 
     class RunLog:
         def init(self, args: Namespace, *, primary: bool = True, **kwargs: Any) -> None:
-            from miles_mixprec.rollout.log import TrainLog
-
             self.log_update = TrainLog(from_args(args).run_dir)
 
         def log(self, metrics: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -263,7 +261,7 @@ def _log_training(args: Namespace) -> None:
 
         def define_step_key_metric_group(self, *args: Any, **kwargs: Any) -> None: ...
 
-    registry["mixprec"] = (RunLog, "mixprec")
+    _tracking_registry()["mixprec"] = (RunLog, "mixprec")
 
 
 def _tracking_registry() -> dict[str, Any]:

@@ -105,7 +105,7 @@ for _ in range(2):
         "response_lengths": batch["response_lengths"]})
 
 miles._publish_weights()
-miles._log_training(None)
+miles._log_training()
 from miles.backends.megatron_utils import actor
 found["updater"] = actor.UpdateWeightFromDistributed.__module__
 found["tracking"] = miles._tracking_registry()["mixprec"][1]

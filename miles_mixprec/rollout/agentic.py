@@ -20,7 +20,7 @@ from miles_mixprec import miles
 from miles_mixprec.config import Algo, Config
 from miles_mixprec.errors import ConfigError, ContractError, EngineError
 from miles_mixprec.rollout.capture import Reply, Trajectory, read_reply, request_body
-from miles_mixprec.rollout.client import SESSION_HEADER, RouterClient
+from miles_mixprec.rollout.client import SESSION_HEADER, RouterClient, authorization
 from miles_mixprec.rollout.generate import RECORD, load_named
 
 _OPENAI = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -33,32 +33,35 @@ class Capture:
 
     config: Config
     sampling_params: Mapping[str, Any]
-    records: list[dict[str, Any]] = field(default_factory=list)
-    session: dict[str, Any] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)  # the session server's
+    session: dict[str, Any] = field(default_factory=dict)  # the router's
+    failure: Exception | None = None  # what the agent raised, which Miles only logs
 
 
 _capture: ContextVar[Capture] = ContextVar("capture")
 
 
 async def generate(input: Any) -> Any:
-    """Miles' agentic generate with every sample's record attached. An episode without a usable record is ABORTED."""
-    config = configuration.from_args(input.args)
-    capture = Capture(config, input.sampling_params)
+    """Miles' agentic generate with every sample's record attached. An episode without a usable record is ABORTED.
+
+    Raises ConfigError.
+    """
+    capture = Capture(configuration.from_args(input.args), input.sampling_params)
     token = _capture.set(capture)
     try:
         output = await miles.agentic_generate(input)
     finally:
         _capture.reset(token)
+    if isinstance(capture.failure, ConfigError):
+        raise capture.failure
     sample = output.samples
     if isinstance(sample, list):
         raise ConfigError("several samples per session are not captured; use session server v1 with merged samples")
-    if sample.status == type(sample).Status.ABORTED:
-        sample.metadata["mixprec"] = {
-            "lost": "the agent's session yielded no sample",
-            "pool": capture.session.get("pool"),
-        }
-        return output
     try:
+        if capture.failure is not None:
+            raise ContractError(f"the agent failed: {type(capture.failure).__name__}: {capture.failure}")
+        if sample.status == type(sample).Status.ABORTED:
+            raise ContractError("the agent's session yielded no sample")
         attach(sample, capture)
     except ContractError as error:
         sample.metadata["mixprec"] = {"lost": str(error), "pool": capture.session.get("pool")}
@@ -66,19 +69,31 @@ async def generate(input: Any) -> Any:
     return output
 
 
-async def agent(
-    base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any], **rest: Any
-) -> Any:
+async def agent(base_url: str, request_kwargs: dict[str, Any], **rest: Any) -> Any:
     """Run the user's agent with the arm's request fields, then fetch what the session server and router recorded."""
     capture = _capture.get()
-    key = session_key(base_url)
-    fields = chat_fields(capture.config.algo, capture.sampling_params)
-    fields["extra_headers"] = {SESSION_HEADER: key}
+    try:
+        return await _captured(capture, base_url, request_kwargs, rest)
+    except Exception as error:
+        capture.failure = error
+        raise
+
+
+async def _captured(
+    capture: Capture, base_url: str, request_kwargs: Mapping[str, Any], rest: Mapping[str, Any]
+) -> Any:
+    router, key = capture.config.router, session_key(base_url)
     function = load_named("rollout.agent", capture.config.rollout.agent)
-    result = await function(
-        base_url=base_url, prompt=prompt, request_kwargs={**request_kwargs, **fields}, metadata=metadata, **rest
-    )
-    await _fetch(base_url, key, capture)
+    fields = chat_fields(capture.config.algo, capture.sampling_params)
+    fields["extra_headers"] = {SESSION_HEADER: key, **authorization(router)}
+    client = RouterClient(f"http://{router.host}:{router.port}", router)
+    try:
+        result = await function(base_url=base_url, request_kwargs={**request_kwargs, **fields}, **rest)
+        capture.session = await client.session(key)
+        capture.records = await _session_records(base_url, key)
+    finally:
+        await client.end(key)
+        await client.close()
     return result
 
 
@@ -99,19 +114,12 @@ def session_key(base_url: str) -> str:
     return rest.split("/")[0]
 
 
-async def _fetch(base_url: str, key: str, capture: Capture) -> None:
+async def _session_records(base_url: str, key: str) -> list[dict[str, Any]]:
     session_url = base_url.removesuffix("/").removesuffix("/v1")
     async with aiohttp.ClientSession() as http, http.get(session_url) as reply:
         if reply.status != 200:
             raise EngineError(f"session {key}: the session server answers {reply.status}")
-        capture.records = (await reply.json())["records"]
-    router = capture.config.router
-    client = RouterClient(f"http://{router.host}:{router.port}", timeout_s=router.request_timeout_s)
-    try:
-        capture.session = await client.session(key)
-        await client.end(key)
-    finally:
-        await client.close()
+        return (await reply.json())["records"]
 
 
 def attach(sample: Any, capture: Capture) -> None:
@@ -121,8 +129,8 @@ def attach(sample: Any, capture: Capture) -> None:
     engines = turn_engines(capture.session, len(turns))
     algo = capture.config.algo
     trajectory = Trajectory(algo, pool, view)
-    response = sample.tokens[len(sample.tokens) - sample.response_length :]
     first = len(sample.tokens) - sample.response_length
+    response = sample.tokens[first:]
     for engine, turn in zip(engines, turns, strict=True):
         start = len(turn["request"]["input_ids"]) - first
         reply = kept(read_reply(algo, turn["response"]["choices"][0], pool=pool), response[max(start, 0) :])

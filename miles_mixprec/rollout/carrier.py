@@ -14,38 +14,24 @@ import msgspec
 import numpy as np
 
 from miles_mixprec.errors import ContractError
-from miles_mixprec.rollout.record import SamplerRecord, Support
+from miles_mixprec.rollout.record import SamplerRecord
 
 FIELD = "prompt"
 VERSION = 1
 
-_encoder = msgspec.msgpack.Encoder()
-_ARRAYS = ("turn_offsets", "weight_versions", "topk_token_ids", "topk_log_probs")
-_SUPPORT = ("offsets", "ids", "log_probs")
-_PLAIN = ("pool", "view", "engines", "temperature", "top_p", "top_k")
-
 
 def pack(record: SamplerRecord) -> bytes:
-    values: dict[str, Any] = {name: getattr(record, name) for name in _PLAIN}
-    values |= {name: _array(getattr(record, name)) for name in _ARRAYS}
-    support = record.support
-    values["support"] = None if support is None else {name: _array(getattr(support, name)) for name in _SUPPORT}
-    return _encoder.encode([VERSION, values])
+    return _encoder.encode([VERSION, record])
 
 
 def unpack(blob: bytes) -> SamplerRecord:
     """The record packed in `blob`. Raises ContractError for bytes that `pack` did not write."""
     try:
-        version, values = msgspec.msgpack.decode(blob)
+        version, record = _envelopes.decode(blob)
         if version != VERSION:
             raise ContractError(f"carrier format {version}: this package reads {VERSION}; use one version everywhere")
-        support = values.pop("support")
-        return SamplerRecord(
-            **{name: values[name] for name in _PLAIN},
-            **{name: _restore(values[name]) for name in _ARRAYS},
-            support=support and Support(**{name: _restore(support[name]) for name in _SUPPORT}),
-        )
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        return _records.decode(record)
+    except msgspec.MsgspecError as error:
         raise ContractError(
             f"the carrier field {FIELD!r} holds {blob[:16]!r}..., not a sampler record; nothing else may write it"
         ) from error
@@ -62,12 +48,16 @@ def batch_entries(blobs: Sequence[bytes]) -> dict[str, list[Any]]:
     }
 
 
-def _array(array: np.ndarray | None) -> list[Any] | None:
-    if array is None:
-        return None
+def _array(array: np.ndarray) -> list[Any]:
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return [little.dtype.str, list(little.shape), np.ascontiguousarray(little).tobytes()]
 
 
-def _restore(value: list[Any] | None) -> Any:
-    return None if value is None else np.frombuffer(value[2], dtype=value[0]).reshape(value[1])
+def _restore(_: type, value: list[Any]) -> np.ndarray:
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_array)
+_envelopes = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_records = msgspec.msgpack.Decoder(SamplerRecord, dec_hook=_restore)

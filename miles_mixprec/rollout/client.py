@@ -1,8 +1,10 @@
-"""The generate hook's side of the router: one turn at a time, with the router's own retry hints."""
+"""The rollout's side of the router: one turn at a time, with the router's own retry hints."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
 import time
 from collections.abc import Mapping
@@ -11,10 +13,12 @@ from typing import Any
 
 import aiohttp
 
+from miles_mixprec.config import Router
 from miles_mixprec.errors import EngineError, PoolUnavailable
 
 SESSION_HEADER = "X-SMG-Routing-Key"
 RETRIED = (409, 429, 502, 503, 504)
+_LOST = (aiohttp.ClientError, asyncio.TimeoutError)  # no answer, or none in time
 
 
 @dataclass(frozen=True)
@@ -24,19 +28,24 @@ class Attribution:
     pool: str
     engine: str
     view: str
-    weight_version: int
+
+
+def authorization(router: Router) -> dict[str, str]:
+    """Headers that the router asks of its clients."""
+    name = router.client_token_env
+    return {"Authorization": f"Bearer {os.environ[name]}"} if name else {}
 
 
 class RouterClient:
     """Talks to one router from one event loop. `close` it."""
 
-    def __init__(self, url: str, *, timeout_s: float, token: str | None = None) -> None:
+    def __init__(self, url: str, router: Router) -> None:
         self.url = url.rstrip("/")
-        self.timeout_s = timeout_s
+        self.timeout_s = router.request_timeout_s
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=aiohttp.ClientTimeout(total=self.timeout_s),
+            headers=authorization(router),
         )
 
     async def close(self) -> None:
@@ -58,7 +67,7 @@ class RouterClient:
                         return _checked(await reply.json(content_type=None), key), _attribution(reply.headers, key)
                     refusal = f"{reply.status}: {(await reply.text())[:300]}"
                     status, hint = reply.status, reply.headers.get("Retry-After")
-            except aiohttp.ClientError as error:
+            except _LOST as error:
                 refusal, status, hint = f"{type(error).__name__}: {error}", 502, None
             if status == 503 and hint is None:
                 raise PoolUnavailable(f"session {key}: {refusal}")
@@ -69,11 +78,9 @@ class RouterClient:
 
     async def end(self, key: str) -> None:
         """Free the session's slot. A router that is gone has none to free."""
-        try:
+        with contextlib.suppress(*_LOST):
             async with self._session.delete(f"{self.url}/sessions/{key}"):
                 pass
-        except aiohttp.ClientError:
-            pass
 
     async def session(self, key: str) -> dict[str, Any]:
         """The router's record of a session: pool, view and the engine and version of every turn."""
@@ -89,11 +96,14 @@ class RouterClient:
         return sorted(worker["url"] for worker in workers if worker.get("view") == view)
 
     async def direct(self, engine_url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One turn on a given engine, past the router (evaluation)."""
-        async with self._session.post(f"{engine_url}/generate", json=body) as reply:
-            if reply.status != 200:
-                raise EngineError(f"{engine_url} answered {reply.status}: {(await reply.text())[:300]}")
-            return _checked(await reply.json(), engine_url)
+        """One turn on a given engine, past the router (evaluation). Raises EngineError."""
+        try:
+            async with self._session.post(f"{engine_url}/generate", json=body) as reply:
+                if reply.status != 200:
+                    raise EngineError(f"{engine_url} answered {reply.status}: {(await reply.text())[:300]}")
+                return _checked(await reply.json(), engine_url)
+        except _LOST as error:
+            raise EngineError(f"{engine_url} does not answer ({type(error).__name__}: {error})") from error
 
 
 def _checked(reply: Any, who: str) -> dict[str, Any]:
@@ -104,13 +114,8 @@ def _checked(reply: Any, who: str) -> dict[str, Any]:
 
 def _attribution(headers: Mapping[str, str], key: str) -> Attribution:
     try:
-        return Attribution(
-            headers["X-Mixprec-Pool"],
-            headers["X-Mixprec-Engine"],
-            headers["X-Mixprec-View"],
-            int(headers["X-Mixprec-Weight-Version"]),
-        )
-    except (KeyError, ValueError) as error:
+        return Attribution(headers["X-Mixprec-Pool"], headers["X-Mixprec-Engine"], headers["X-Mixprec-View"])
+    except KeyError as error:
         raise EngineError(
             f"session {key}: the reply does not say which pool served it ({error}); "
             "point --sglang-router-ip/--sglang-router-port at the miles_mixprec router itself"

@@ -21,22 +21,16 @@ _streams: dict[int, GroupStream] = {}
 class GroupStream:
     """Keeps the fleet's slots filled with groups and hands out finished ones in the order in which they finish.
 
-    A group with an aborted sample is dropped whole and replaced. At most `buffer_factor` batches wait finished, so a
-    slow trainer stops the samplers in the end, not the other way round. A fleet that yields nothing but lost groups is
-    an error.
+    A group with an aborted sample is dropped whole and replaced. About one batch waits finished, so a slow trainer
+    stops the samplers in the end, not the other way round. A fleet that yields nothing but lost groups is an error.
     """
 
     def __init__(
-        self,
-        config: Config,
-        fetch: Callable[[], Group],
-        generate: Callable[[Group], Awaitable[Group]],
-        *,
-        buffer_factor: float = 1.0,
+        self, config: Config, fetch: Callable[[], Group], generate: Callable[[Group], Awaitable[Group]]
     ) -> None:
         self.fetch, self.generate = fetch, generate
         self.concurrency = max(1, config.fleet.slots // config.samples_per_prompt)
-        self.capacity = max(1, round(buffer_factor * config.prompts_per_update))
+        self.capacity = config.prompts_per_update
         self.finished: asyncio.Queue[Group] = asyncio.Queue()
         self.running: set[asyncio.Task[Group]] = set()
         self.dropped: Counter[str] = Counter()

@@ -9,27 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import zlib
 from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from miles_mixprec import config as configuration
 from miles_mixprec.config import Algo, Config
 from miles_mixprec.errors import ConfigError, ContractError, EngineError, PoolUnavailable
-from miles_mixprec.rollout.capture import Trajectory, read_reply, request_body
-from miles_mixprec.rollout.client import RouterClient
+from miles_mixprec.rollout.capture import Reply, Trajectory, read_reply, request_body
+from miles_mixprec.rollout.client import Attribution, RouterClient
 from miles_mixprec.rollout.environment import Environment
+from miles_mixprec.rollout.record import SamplerRecord
 
 RECORD = "mixprec_record"  # attribute of a Miles Sample that holds its SamplerRecord
+Ask = Callable[[dict[str, Any]], Awaitable[tuple[dict[str, Any], Attribution]]]  # request body -> reply, and whose
 
 
 @dataclass
 class Episode:
-    """How an episode went, besides its tokens."""
+    """One episode: its tokens, and how it went."""
 
-    turns: int = 0
+    environment: Environment
+    prompt: list[int]
+    trajectory: Trajectory | None = None  # from the first reply on
     format_errors: int = 0
     ended_on_format_error: bool = False
     length_capped: bool = False
@@ -49,12 +53,7 @@ class Setup:
     def client(self) -> RouterClient:
         loop = asyncio.get_running_loop()
         if loop not in self.clients:
-            token = self.config.router.client_token_env
-            self.clients[loop] = RouterClient(
-                self.router_url,
-                timeout_s=self.config.router.request_timeout_s,
-                token=os.environ[token] if token else None,
-            )
+            self.clients[loop] = RouterClient(self.router_url, self.config.router)
         return self.clients[loop]
 
 
@@ -68,83 +67,21 @@ async def generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]
     setup = _setup(args)
     if evaluation:
         return await _evaluate(setup, sample, sampling_params)
-    key = f"{setup.config.run_id}-{sample.index}"
-    client = setup.client()
+    client, key = setup.client(), f"{setup.config.run_id}-{sample.index}"
     try:
-        trajectory, environment, episode = await _episode(setup, client, key, sample, sampling_params)
+        episode = await _play(
+            setup, setup.config.algo, sample, sampling_params, lambda body: client.generate(key, body)
+        )
     finally:
         await client.end(key)
+    trajectory = episode.trajectory
     if trajectory is None or episode.lost:
-        sample.metadata["mixprec"] = {"lost": episode.lost, "pool": trajectory.pool if trajectory else None}
+        lost = episode.lost or f"a prompt of {len(episode.prompt)} tokens leaves no room; raise fleet.context_length"
+        sample.metadata["mixprec"] = {"lost": lost, "pool": trajectory.pool if trajectory else None}
         sample.status = type(sample).Status.ABORTED
         return sample
-    return _fill(setup, sample, trajectory, environment, episode)
-
-
-async def _episode(
-    setup: Setup, client: RouterClient, key: str, sample: Any, sampling_params: dict[str, Any]
-) -> tuple[Trajectory | None, Environment, Episode]:
-    algo, episode = setup.config.algo, Episode()
-    environment = setup.environment.from_sample(sample.prompt, sample.label, sample.metadata)
-    prompt = setup.tokenizer.encode(sample.prompt, add_special_tokens=False)
-    trajectory: Trajectory | None = None
-    while True:
-        context = prompt + (trajectory.ids if trajectory else [])
-        room = _room(setup.config, sampling_params, len(context))
-        if room < 1:
-            episode.length_capped = True
-            return trajectory, environment, episode
-        body = request_body(algo, context, {**sampling_params, "max_new_tokens": room})
-        try:
-            answer, served = await client.generate(key, body)
-            reply = read_reply(algo, answer, pool=served.pool)
-            if trajectory is not None and served.pool != trajectory.pool:
-                raise ContractError(f"session {key} moved from pool {trajectory.pool} to {served.pool}")
-        except (PoolUnavailable, EngineError, ContractError) as error:
-            episode.lost = str(error)
-            return trajectory, environment, episode
-        if trajectory is None:
-            trajectory = Trajectory(algo, served.pool, served.view)
-        trajectory.add_reply(served.engine, reply)
-        episode.turns += 1
-        if reply.finish_reason == "abort":
-            episode.lost = f"engine {served.engine} aborted the turn"
-            return trajectory, environment, episode
-        if _advance(setup, trajectory, environment, episode, reply):
-            return trajectory, environment, episode
-
-
-def _advance(setup: Setup, trajectory: Any, environment: Environment, episode: Episode, reply: Any) -> bool:
-    """Give the reply to the environment and append its observation; True when the episode is over."""
-    episode.length_capped |= reply.finish_reason == "length"
-    step = environment.step(setup.tokenizer.decode(reply.ids.tolist()))
-    episode.format_errors += step.format_error
-    episode.ended_on_format_error = step.done and step.format_error
-    if step.done or episode.turns >= setup.config.rollout.max_turns:
-        return True
-    if step.observation:
-        trajectory.add_observation(setup.tokenizer.encode(step.observation, add_special_tokens=False))
-    return False
-
-
-def _room(config: Config, sampling_params: dict[str, Any], used: int) -> int:
-    """Tokens that the next turn may have."""
-    return min(
-        config.rollout.max_tokens_per_turn,
-        sampling_params.get("max_new_tokens") or config.rollout.max_tokens_per_turn,
-        config.fleet.context_length - used - 1,
-    )
-
-
-def _fill(setup: Setup, sample: Any, trajectory: Trajectory, environment: Environment, episode: Episode) -> Any:
-    record = trajectory.record()
-    sample.tokens = setup.tokenizer.encode(sample.prompt, add_special_tokens=False) + trajectory.ids
-    sample.response_length = len(trajectory.ids)
-    sample.response = setup.tokenizer.decode(trajectory.ids)
-    sample.loss_mask = trajectory.loss_mask
+    record = _fill(setup, sample, episode, trajectory)
     sample.rollout_log_probs = trajectory.log_probs().tolist()
-    sample.weight_versions = [str(turn["weight_version"]) for turn in record.attribution()]
-    sample.reward = environment.grade()
     sample.status = type(sample).Status.TRUNCATED if episode.length_capped else type(sample).Status.COMPLETED
     sample.metadata["mixprec"] = {
         "pool": record.pool,
@@ -159,7 +96,7 @@ def _fill(setup: Setup, sample: Any, trajectory: Trajectory, environment: Enviro
 
 
 async def _evaluate(setup: Setup, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """The same episode on a BF16 engine, with the full vocabulary and nothing recorded."""
+    """The same episode on a BF16 engine, with the full vocabulary and nothing recorded. Raises EngineError."""
     client = setup.client()
     engines = await client.engines("bf16")
     if not engines:
@@ -168,23 +105,77 @@ async def _evaluate(setup: Setup, sample: Any, sampling_params: dict[str, Any]) 
         )
     engine = engines[zlib.crc32(f"{sample.index}".encode()) % len(engines)]
     algo = Algo(name="evaluation", temperature=sampling_params["temperature"])
-    environment = setup.environment.from_sample(sample.prompt, sample.label, sample.metadata)
-    prompt, episode = setup.tokenizer.encode(sample.prompt, add_special_tokens=False), Episode()
-    trajectory = Trajectory(algo, "evaluation", "bf16")
-    while (room := _room(setup.config, sampling_params, len(prompt) + len(trajectory.ids))) > 0:
-        params = {**sampling_params, "max_new_tokens": room, "top_p": 1.0, "top_k": -1}
-        answer = await client.direct(engine, request_body(algo, prompt + trajectory.ids, params))
-        reply = read_reply(algo, answer, pool=engine)
-        trajectory.add_reply(engine, reply)
-        episode.turns += 1
-        if _advance(setup, trajectory, environment, episode, reply):
-            break
-    sample.tokens, sample.response_length = prompt + trajectory.ids, len(trajectory.ids)
-    sample.response, sample.loss_mask = setup.tokenizer.decode(trajectory.ids), trajectory.loss_mask
-    sample.weight_versions = [str(reply.versions[0]) for _, _, reply in trajectory.turns]
-    sample.reward = environment.grade()
+
+    async def ask(body: dict[str, Any]) -> tuple[dict[str, Any], Attribution]:
+        return await client.direct(engine, body), Attribution(engine, engine, "bf16")
+
+    episode = await _play(setup, algo, sample, {**sampling_params, "top_p": 1.0, "top_k": -1}, ask)
+    if episode.lost:
+        raise EngineError(episode.lost)
+    _fill(setup, sample, episode, episode.trajectory or Trajectory(algo, engine, "bf16"))
     sample.status = type(sample).Status.COMPLETED
     return sample
+
+
+async def _play(setup: Setup, algo: Algo, sample: Any, sampling_params: dict[str, Any], ask: Ask) -> Episode:
+    """Turns until the environment, the turn limit or the context length ends the episode, or it is lost."""
+    limits = setup.config.rollout
+    environment = setup.environment.from_sample(sample.prompt, sample.label, sample.metadata)
+    episode = Episode(environment, setup.tokenizer.encode(sample.prompt, add_special_tokens=False))
+    longest = min(limits.max_tokens_per_turn, sampling_params.get("max_new_tokens") or limits.max_tokens_per_turn)
+    while True:
+        context = episode.prompt + (episode.trajectory.ids if episode.trajectory else [])
+        room = min(longest, setup.config.fleet.context_length - len(context) - 1)
+        if room < 1:
+            episode.length_capped = True
+            return episode
+        body = request_body(algo, context, {**sampling_params, "max_new_tokens": room})
+        try:
+            answer, served = await ask(body)
+            trajectory = episode.trajectory = episode.trajectory or Trajectory(algo, served.pool, served.view)
+            reply = _take(trajectory, answer, served)
+        except (PoolUnavailable, EngineError, ContractError) as error:
+            episode.lost = str(error)
+            return episode
+        if _advance(setup, episode, trajectory, reply):
+            return episode
+
+
+def _take(trajectory: Trajectory, answer: dict[str, Any], served: Attribution) -> Reply:
+    """Add the answer to the trajectory. Raises EngineError, CapabilityError or ContractError."""
+    if served.pool != trajectory.pool:
+        raise ContractError(f"the session moved from pool {trajectory.pool} to {served.pool}")
+    # An aborted turn lacks what was to be recorded, which is not the engine's fault.
+    if (answer["meta_info"].get("finish_reason") or {}).get("type") == "abort":
+        raise EngineError(f"engine {served.engine} aborted the turn")
+    reply = read_reply(trajectory.algo, answer, pool=served.pool)
+    trajectory.add_reply(served.engine, reply)
+    return reply
+
+
+def _advance(setup: Setup, episode: Episode, trajectory: Trajectory, reply: Reply) -> bool:
+    """Give the reply to the environment and append its observation; True when the episode is over."""
+    episode.length_capped |= reply.finish_reason == "length"
+    step = episode.environment.step(setup.tokenizer.decode(reply.ids.tolist()))
+    episode.format_errors += step.format_error
+    episode.ended_on_format_error = step.done and step.format_error
+    if step.done or len(trajectory.turns) >= setup.config.rollout.max_turns:
+        return True
+    if step.observation:
+        trajectory.add_observation(setup.tokenizer.encode(step.observation, add_special_tokens=False))
+    return False
+
+
+def _fill(setup: Setup, sample: Any, episode: Episode, trajectory: Trajectory) -> SamplerRecord:
+    """Put what training and evaluation both need on the sample."""
+    record = trajectory.record()
+    sample.tokens = episode.prompt + trajectory.ids
+    sample.response_length = len(trajectory.ids)
+    sample.response = setup.tokenizer.decode(trajectory.ids)
+    sample.loss_mask = trajectory.loss_mask
+    sample.weight_versions = [str(turn["weight_version"]) for turn in record.attribution()]
+    sample.reward = episode.environment.grade()
+    return record
 
 
 _setups: dict[int, Setup] = {}  # by identity of Miles' args, of which a process has one

@@ -79,19 +79,18 @@ def pass_at(k: int, rewards: Sequence[float]) -> float:
 
 
 def _pool_line(samples: list[Any], update: int, dropped: int) -> PoolRollout:
-    versions = np.concatenate([_record(s).weight_versions for s in samples]) if samples else np.array([], np.int32)
-    sampled = versions[versions >= 0]
+    records = [_record(sample) for sample in samples]
+    sampled = [record.weight_versions[record.weight_versions >= 0] for record in records]
+    every = np.concatenate([np.zeros(0, np.int32), *sampled])
     return PoolRollout(
         samples=len(samples),
-        tokens=int(sampled.size),
+        tokens=every.size,
         reward=_mean([sample.reward for sample in samples]),
-        turns=sum(len(_record(sample).engines) for sample in samples),
+        turns=sum(len(record.engines) for record in records),
         aborted=dropped,
         format_errors=sum(_note(sample, "ended_on_format_error") for sample in samples),
-        staleness=_mean(
-            [update - _record(s).weight_versions[_record(s).weight_versions >= 0].mean() for s in samples]
-        ),
-        versions=(int(sampled.min()), int(sampled.max())) if sampled.size else (-1, -1),
+        staleness=_mean([update - versions.mean() for versions in sampled]),
+        versions=(int(every.min()), int(every.max())) if every.size else (-1, -1),
     )
 
 

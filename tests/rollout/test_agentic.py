@@ -1,20 +1,27 @@
 """Records of Miles' session server, as both generations write them, become the record of the merged sample."""
 
+import asyncio
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from test_capture import HEAD, TOP_P, reply
 
+from miles_mixprec import config as configuration
+from miles_mixprec import miles
 from miles_mixprec.errors import ConfigError, ContractError
+from miles_mixprec.rollout import agentic
 from miles_mixprec.rollout.agentic import Capture, attach, chat_fields, session_key
 from miles_mixprec.rollout.generate import RECORD
 
 
 class Sample(SimpleNamespace):
     class Status:
-        TRUNCATED = "truncated"
+        TRUNCATED, ABORTED = "truncated", "aborted"
 
 
 def turn(prompt, output, version):
@@ -109,3 +116,85 @@ def test_the_session_id_is_the_routing_key(suffix):
     assert session_key(f"http://127.0.0.1:30000/sessions/abc{suffix}") == "abc"
     with pytest.raises(ConfigError, match="--use-session-server"):
         session_key("http://127.0.0.1:30000/v1")
+
+
+@asynccontextmanager
+async def servers(records):
+    """Router and session server in one: what is asked of it, with the headers it got."""
+    asked = []
+
+    async def session(request):
+        asked.append((request.method, request.headers.get("Authorization")))
+        return web.json_response({"pool": "fp8", "view": "fp8", "turns": [{"engine": "fp8/0"}], "records": records})
+
+    app = web.Application()
+    app.router.add_route("*", "/sessions/{key}", session)
+    async with TestServer(app) as server:
+        yield server, asked
+
+
+def play(monkeypatch, user_agent, name=f"{__name__}.user_agent", **overrides):
+    """One agentic episode under a Miles that, like the real one, logs what the agent raises and goes on."""
+    monkeypatch.setitem(globals(), "user_agent", user_agent)
+    tokens, records, _ = episode([(3, 0)], [False])
+
+    async def scenario():
+        async with servers(records) as (server, asked):
+            values = {
+                "run_dir": "x", "run_id": "run", "updates": 1, "prompts_per_update": 1, "fleet.model": "m",
+                "weights.store": "s", "rollout.agent": name, "router.host": server.host, "router.port": server.port,
+                **overrides,
+            }  # fmt: skip
+            config = configuration.load("config", [f"{key}={value}" for key, value in values.items()])
+
+            async def of_miles(input):
+                with suppress(Exception):
+                    await agentic.agent(
+                        base_url=f"{server.make_url('/sessions/abc')}/v1", prompt="p", request_kwargs={}, metadata={}
+                    )
+                return SimpleNamespace(samples=sample_of(tokens))
+
+            monkeypatch.setattr(miles, "agentic_generate", of_miles)
+            args = SimpleNamespace(mixprec=configuration.to_mapping(config))
+            output = await agentic.generate(SimpleNamespace(args=args, sampling_params={}))
+            return output.samples, asked
+
+    return asyncio.run(scenario())
+
+
+def test_an_agent_s_session_becomes_a_record(monkeypatch):
+    async def user_agent(base_url, prompt, request_kwargs, metadata):
+        assert request_kwargs["extra_headers"] == {"X-SMG-Routing-Key": "abc"} and prompt == "p"
+
+    sample, asked = play(monkeypatch, user_agent)
+    assert sample.status == "completed" and vars(sample)[RECORD].engines == ["fp8/0"]
+    assert [method for method, _ in asked] == ["GET", "GET", "DELETE"]
+
+
+def test_an_agent_that_fails_aborts_its_sample_and_frees_the_session(monkeypatch):
+    """Miles has a sample of the turns before; nothing of it was captured."""
+
+    async def user_agent(**_):
+        raise TimeoutError("sandbox")
+
+    sample, asked = play(monkeypatch, user_agent)
+    assert (
+        sample.status == "aborted" and sample.metadata["mixprec"]["lost"] == "the agent failed: TimeoutError: sandbox"
+    )
+    assert [method for method, _ in asked] == ["DELETE"]
+
+
+def test_an_agent_that_cannot_be_imported_stops_the_run(monkeypatch):
+    with pytest.raises(ConfigError, match=r"rollout\.agent=nowhere\.agent"):
+        play(monkeypatch, None, name="nowhere.agent")
+
+
+def test_the_agent_s_requests_open_a_router_with_a_token(monkeypatch):
+    monkeypatch.setenv("ROUTER_TOKEN", "secret")
+
+    async def user_agent(request_kwargs, **_):
+        assert request_kwargs["extra_headers"]["Authorization"] == "Bearer secret"
+
+    sample, asked = play(monkeypatch, user_agent, **{"router.client_token_env": "ROUTER_TOKEN"})
+    assert sample.status == "completed"
+    assert {token for method, token in asked if method == "DELETE"} == {"Bearer secret"}

@@ -69,8 +69,8 @@ def answer(token, finish="stop"):
 
 
 @asynccontextmanager
-async def router(script):
-    """A router that plays `script`: bodies with status 200, or (status, headers, text)."""
+async def router(script, workers):
+    """A router that plays `script`: bodies with status 200, or (status, headers, text). It is an engine as well."""
     asked, ended, steps = [], [], iter(script)
 
     async def turn(request):
@@ -78,6 +78,7 @@ async def router(script):
         step = next(steps)
         if isinstance(step, tuple):
             return web.Response(status=step[0], headers=step[1], text=step[2])
+        await asyncio.sleep(step.pop("delay", 0))
         headers = {**HEADERS, **step.pop("headers", {})}
         return web.json_response(step, headers=headers)
 
@@ -85,14 +86,19 @@ async def router(script):
         ended.append(request.match_info["key"])
         return web.Response()
 
+    async def engines(request):
+        itself = {"url": f"http://{request.host}", "view": "bf16"}
+        return web.json_response({"workers": [itself] if workers is None else workers})
+
     app = web.Application()
     app.router.add_post("/generate", turn)
+    app.router.add_get("/workers", engines)
     app.router.add_delete("/sessions/{key}", end)
     async with TestServer(app) as server:
         yield server, asked, ended
 
 
-def play(script, label="2", evaluation=False, **overrides):
+def play(script, label="2", evaluation=False, workers=None, **overrides):
     """Run one episode; return (sample, requests, ended sessions)."""
     values = {
         "run_dir": "x", "run_id": "run", "updates": 1, "prompts_per_update": 1, "fleet.model": "m",
@@ -101,7 +107,7 @@ def play(script, label="2", evaluation=False, **overrides):
     config = configuration.load("config", [f"{key}={value}" for key, value in values.items()])
 
     async def scenario():
-        async with router(script) as (server, asked, ended):
+        async with router(script, workers) as (server, asked, ended):
             args = SimpleNamespace()
             module._setups[id(args)] = setup = Setup(config, Words(), Count, str(server.make_url("/")))
             try:
@@ -170,6 +176,26 @@ def test_an_engine_without_the_data_stops_the_run():
         play([bare])
 
 
+def test_an_aborted_turn_aborts_the_sample():
+    """It comes without the data that was asked for, and says nothing about the engine's abilities."""
+    aborted = answer(11, finish="abort")
+    del aborted["meta_info"]["output_token_sampling_mask"]
+    sample, _, _ = play([aborted])
+    assert sample.status == Sample.Status.ABORTED
+    assert sample.metadata["mixprec"] == {"lost": "engine fp8/0 aborted the turn", "pool": "fp8"}
+
+
+def test_a_router_that_does_not_answer_in_time_aborts_the_sample():
+    sample, _, _ = play([answer(11) | {"delay": 0.5}], **{"router.request_timeout_s": 0.1})
+    assert sample.status == Sample.Status.ABORTED and "TimeoutError" in sample.metadata["mixprec"]["lost"]
+
+
+def test_a_prompt_without_room_for_a_reply_says_so():
+    sample, asked, _ = play([], **{"fleet.context_length": 3})
+    assert sample.status == Sample.Status.ABORTED and not asked
+    assert sample.metadata["mixprec"]["lost"] == "a prompt of 2 tokens leaves no room; raise fleet.context_length"
+
+
 def test_an_answer_past_the_router_is_no_turn():
     sample, _, _ = play([(200, {}, '{"meta_info": {}}')])
     assert sample.status == Sample.Status.ABORTED and "does not say which pool" in sample.metadata["mixprec"]["lost"]
@@ -190,22 +216,26 @@ def test_turn_and_length_limits_are_noted():
     assert len(asked) == 1 and sample.status == Sample.Status.TRUNCATED  # no room for a second turn
 
 
-def test_evaluation_without_a_bf16_engine_is_refused():
-    async def scenario():
-        app = web.Application()
-        app.router.add_get(
-            "/workers", lambda request: web.json_response({"workers": [{"url": "http://x", "view": "fp8"}]})
-        )
-        async with TestServer(app) as server:
-            config = SimpleNamespace(router=SimpleNamespace(client_token_env=None, request_timeout_s=5))
-            setup = Setup(config, Words(), Count, str(server.make_url("/")))
-            try:
-                await module._evaluate(setup, Sample(index=0), PARAMS)
-            finally:
-                await setup.client().close()
+def test_evaluation_plays_on_a_bf16_engine_with_the_full_vocabulary():
+    sample, asked, ended = play([answer(11), answer(12)], evaluation=True)
+    assert sample.tokens == [1, 2, 11, 98, 12] and sample.reward == 1.0 and sample.weight_versions == ["4", "4"]
+    assert sample.status == Sample.Status.COMPLETED and RECORD not in vars(sample)
+    assert [(key, body["sampling_params"]["top_p"], body["sampling_params"]["top_k"]) for key, body in asked] == [
+        (None, 1.0, -1)
+    ] * 2
+    assert not any("return_sampling_mask" in body for _, body in asked) and ended == []
 
+
+def test_an_engine_that_fails_an_evaluation_is_named():
+    with pytest.raises(EngineError, match=r"http://.* answered 500: broken"):
+        play([(500, {}, "broken")], evaluation=True)
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1.* does not answer"):
+        play([], evaluation=True, workers=[{"url": "http://127.0.0.1:1", "view": "bf16"}])
+
+
+def test_evaluation_without_a_bf16_engine_is_refused():
     with pytest.raises(EngineError, match="evaluation needs a BF16 engine"):
-        asyncio.run(scenario())
+        play([], evaluation=True, workers=[{"url": "http://x", "view": "fp8"}])
 
 
 @pytest.mark.parametrize(
