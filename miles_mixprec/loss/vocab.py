@@ -36,11 +36,15 @@ class Shard:
     rank: int = 0
     group: dist.ProcessGroup | None = None
 
-    def start(self, logits: Tensor) -> int:
-        return self.rank * logits.size(-1)
-
     def real_columns(self, logits: Tensor) -> int:
-        return max(0, min(self.size - self.start(logits), logits.size(-1)))
+        """How many of this rank's columns stand for tokens that exist; they come first."""
+        width = logits.size(-1)
+        return max(0, min(self.size - self.rank * width, width))
+
+    def columns(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's column of each id, and whether there is one."""
+        column = ids.long() - self.rank * logits.size(-1)
+        return column, (column >= 0) & (column < self.real_columns(logits))
 
 
 class HeadScores(NamedTuple):
@@ -67,7 +71,8 @@ def score_head(
 
     `logits` is [N, V/TP]; `rows` (int64 [T], on the CPU) picks and orders the rows to score, all of them by default.
     """
-    return HeadScores(*_HeadScores.apply(logits, sampled_ids, head_ids, rows, shard, temperature, entropy, chunk_rows))
+    view = _View(shard, rows, temperature, chunk_rows)
+    return HeadScores(*_HeadScores.apply(logits, sampled_ids, head_ids, view, entropy))
 
 
 def score_support(
@@ -95,31 +100,23 @@ def segment_sum(values: Tensor, segment: Tensor, segments: int) -> Tensor:
 class _HeadScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        sampled_ids: Tensor,
-        head_ids: Tensor,
-        rows: Tensor | None,
-        shard: Shard,
-        temperature: float,
-        entropy: bool,
-        chunk_rows: int | None,
+        ctx: Any, logits: Tensor, sampled_ids: Tensor, head_ids: Tensor, view: _View, entropy: bool
     ) -> tuple[Tensor, ...]:
         count, k = head_ids.shape
+        shard, real = view.shard, view.shard.real_columns(logits)
         ids = torch.cat((head_ids, sampled_ids[:, None]), dim=1).long()
-        view = _View(logits, rows, shard, temperature, chunk_rows, count)
-        maximum = view.empty(count)
+        maximum = logits.new_empty(count, dtype=_precision(logits))
         # Per row: selected logits [k + 1], then sum of e = exp(u - maximum) and of e (u - maximum), off the head.
-        sums = view.empty(count, k + 3)
-        for chunk, u in view.chunks():
-            column, owned = view.columns(ids[chunk])
+        sums = maximum.new_empty(count, k + 3)
+        for chunk, u in view.chunks(logits, count):
+            column, owned = view.columns(logits, ids[chunk])
             sums[chunk, : k + 1] = u.gather(1, column).masked_fill_(~owned, 0.0)
             maximum[chunk] = u.amax(dim=1).clamp_(min=torch.finfo(u.dtype).min)
             u.sub_(maximum[chunk, None])
             e = u.exp() if entropy else u.exp_()
             e.scatter_(1, column[:, :k], 0.0)
             sums[chunk, k + 1] = e.sum(dim=1)
-            sums[chunk, k + 2] = torch.linalg.vecdot(e[:, : view.real], u[:, : view.real]) if entropy else 0.0
+            sums[chunk, k + 2] = torch.linalg.vecdot(e[:, :real], u[:, :real]) if entropy else 0.0
         top = maximum
         if shard.group is not None:
             top = maximum.clone()
@@ -141,7 +138,7 @@ class _HeadScores(torch.autograd.Function):
         else:
             row_entropy = torch.zeros_like(total)
         ctx.save_for_backward(logits, ids, top, total, tail)
-        ctx.view_arguments = (rows, shard, temperature, chunk_rows)
+        ctx.view = view
         ctx.mark_non_differentiable(row_entropy)
         return scores[:, :k], scores[:, k], tail.log() - log_total, row_entropy
 
@@ -149,9 +146,8 @@ class _HeadScores(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_head: Tensor, g_sampled: Tensor, g_tail: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         logits, ids, top, total, tail = ctx.saved_tensors
-        rows, shard, temperature, chunk_rows = ctx.view_arguments
-        k = ids.size(1) - 1
-        view = _View(logits, rows, shard, temperature, chunk_rows, ids.size(0))
+        view: _View = ctx.view
+        temperature, k = view.temperature, ids.size(1) - 1
         # du_v = g_v [v in H] + g_tail p_v / p_tail [v not in H] + g_sampled [v = y] - p_v g_all, and dz = du / T.
         g_all = (g_head.sum(dim=1) + g_sampled + g_tail) / temperature
         has_tail = tail >= torch.finfo(tail.dtype).tiny
@@ -159,64 +155,55 @@ class _HeadScores(torch.autograd.Function):
         off_head = on_head + torch.where(has_tail, g_tail / temperature / tail.where(has_tail, 1.0), 0.0)
         g_head, g_sampled = g_head / temperature, g_sampled / temperature
         grad = torch.zeros_like(logits)
-        for chunk, u in view.chunks():
-            column, _owned = view.columns(ids[chunk])
+        for chunk, u in view.chunks(logits, ids.size(0)):
+            column, _ = view.columns(logits, ids[chunk])
             e = u.sub_(top[chunk, None]).exp_()
             values = e.gather(1, column[:, :k]).mul_(on_head[chunk, None]).add_(g_head[chunk])
             e.mul_(off_head[chunk, None])
             e.scatter_(1, column[:, :k], values)
             e.scatter_add_(1, column[:, k:], g_sampled[chunk, None])
             view.write(grad, chunk, e)
-        return grad, None, None, None, None, None, None, None
+        return grad, None, None, None, None
 
 
+@dataclass(frozen=True)
 class _View:
-    """The scored rows of a logits shard as chunks of scaled fp32 rows, with one column to spare for foreign ids."""
+    """The scored rows of a logits shard as chunks of scaled rows, with one column to spare for foreign ids."""
 
-    def __init__(
-        self, logits: Tensor, rows: Tensor | None, shard: Shard, temperature: float, chunk_rows: int | None, count: int
-    ) -> None:
-        self.logits, self.rows, self.temperature, self.count = logits, rows, temperature, count
-        self.width = logits.size(1)
-        self.start, self.real = shard.start(logits), shard.real_columns(logits)
-        self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        elements = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS["cuda"])
-        self.chunk_rows = chunk_rows or max(1, elements // (self.width + 1))
+    shard: Shard
+    rows: Tensor | None
+    temperature: float
+    chunk_rows: int | None
 
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.logits.device)
-
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+    def chunks(self, logits: Tensor, count: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice into the scored rows, u [n, V/TP + 1]); the buffer is reused, padding columns are -inf."""
-        buffer = self.empty(min(self.chunk_rows, self.count), self.width + 1)
-        for begin in range(0, self.count, self.chunk_rows):
-            chunk = slice(begin, min(begin + self.chunk_rows, self.count))
+        width = logits.size(1)
+        elements = _CHUNK_ELEMENTS.get(logits.device.type, _CHUNK_ELEMENTS["cuda"])
+        chunk_rows = self.chunk_rows or max(1, elements // (width + 1))
+        buffer = logits.new_empty(min(chunk_rows, count), width + 1, dtype=_precision(logits))
+        for begin in range(0, count, chunk_rows):
+            chunk = slice(begin, min(begin + chunk_rows, count))
             u = buffer[: chunk.stop - begin]
-            u[:, : self.width] = self._read(chunk)
+            u[:, :width] = logits[self._span(chunk, logits.device)]
             if self.temperature != 1.0:
                 u.div_(self.temperature)
-            u[:, self.real :] = -math.inf
+            u[:, self.shard.real_columns(logits) :] = -math.inf
             yield chunk, u
 
-    def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def columns(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Local column of each id, the spare one where another rank (or nobody) owns it; and whether we own it."""
-        local = ids - self.start
-        owned = (local >= 0) & (local < self.real)
-        return torch.where(owned, local, self.width), owned
+        column, owned = self.shard.columns(logits, ids)
+        return torch.where(owned, column, logits.size(1)), owned
 
     def write(self, target: Tensor, chunk: slice, values: Tensor) -> None:
-        span = self._span(chunk)
-        values = values[:, : self.width]
+        span = self._span(chunk, target.device)
+        values = values[:, : target.size(1)]
         if isinstance(span, slice):
             target[span] = values
         else:
             target.index_copy_(0, span, values.to(target.dtype))
 
-    def _read(self, chunk: slice) -> Tensor:
-        span = self._span(chunk)
-        return self.logits[span] if isinstance(span, slice) else self.logits.index_select(0, span)
-
-    def _span(self, chunk: slice) -> slice | Tensor:
+    def _span(self, chunk: slice, device: torch.device) -> slice | Tensor:
         """A slice where the chunk's rows follow each other (the rule: rows of a response do), else their indices."""
         if self.rows is None:
             return chunk
@@ -224,7 +211,7 @@ class _View:
         first, last = int(rows[0]), int(rows[-1])
         if last - first == rows.numel() - 1 and bool((rows.diff() == 1).all()):
             return slice(first, last + 1)
-        return rows.to(self.logits.device, non_blocking=True)
+        return rows.to(device, non_blocking=True)
 
 
 class _Select(torch.autograd.Function):
@@ -232,11 +219,9 @@ class _Select(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Tensor, ids: Tensor, shard: Shard, temperature: float) -> Tensor:
-        local = ids.long() - shard.start(logits)
-        owned = (local >= 0) & (local < shard.real_columns(logits))
+        local, owned = shard.columns(logits, ids)
         local = local.where(owned, 0)
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        selected = logits[rows, local].to(dtype).div_(temperature).masked_fill_(~owned, 0.0)
+        selected = logits[rows, local].to(_precision(logits)).div_(temperature).masked_fill_(~owned, 0.0)
         if shard.group is not None:
             dist.all_reduce(selected, op=dist.ReduceOp.SUM, group=shard.group)
         ctx.save_for_backward(rows, local, owned)
@@ -251,3 +236,7 @@ class _Select(torch.autograd.Function):
         grad = g.new_zeros(shape, dtype=dtype)
         grad.index_put_((rows, local), (g / temperature).masked_fill_(~owned, 0.0).to(dtype), accumulate=True)
         return grad, None, None, None, None
+
+
+def _precision(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
