@@ -22,30 +22,11 @@ from miles_mixprec.errors import CapabilityError, ContractError
 _TRAINER_VERSION = 0
 
 
-@dataclass(frozen=True)
-class Group:
-    """This rank's place in one process group; `process_group` is None where there is nothing to communicate."""
-
-    rank: int = 0
-    size: int = 1
-    process_group: dist.ProcessGroup | None = None
-
-
-def tensor_parallel() -> Group:
-    """The group over which the vocabulary is sharded."""
-    return _group("tp")
-
-
-def context_parallel() -> Group:
-    """The group over which sequences are sharded."""
-    return _group("cp")
-
-
-def _group(name: str) -> Group:
+def parallel_state() -> Any:
+    """Miles' process groups: `tp`, `cp`, `pp` and others, each with this rank's `rank`, the `size` and the `group`."""
     from miles.backends.training_utils.parallel import get_parallel_state
 
-    info = getattr(get_parallel_state(), name)
-    return Group(info.rank, info.size, info.group if info.size > 1 else None)
+    return get_parallel_state()
 
 
 def trainer_version() -> int:
@@ -63,9 +44,7 @@ def set_trainer_version(version: int) -> None:
 
 def weight_part() -> tuple[bool, int, int]:
     """(whether this rank writes gathered weights, its pipeline stage, number of stages)."""
-    from miles.backends.training_utils.parallel import get_parallel_state
-
-    state = get_parallel_state()
+    state = parallel_state()
     writes = state.intra_dp_cp.rank == 0 and state.tp.rank == 0
     return writes, state.pp.rank, state.pp.size
 

@@ -3,20 +3,7 @@
 Miles adds metrics up over micro-batches and ranks and divides them all by one count. A ratio of two such sums is the
 mean over the group's tokens under any split; `mixprec/<group>/<metric>_num` and `_den` are those two. Groups are
 `all`, `pool/<name>`, `view/<name>`, and for the KL also `lag/<0-1|2-3|4-5|6+>`: trainer version - sampled version.
-
-    kl                KL(sampler || trainer) in nats at the sampled token, k3: r - 1 - log r with r = p/q, at most 10
-    log_ratio         |log r|
-    ratio             r before any rule, at most 1e8
-    ratio_tail        share of tokens with |log r| > log 5
-    masked            share of tokens with r outside the rule's bounds (weight 0 under mis, clipped under tis)
-    weight, weight_sq  w and w^2; the effective share of the sample is mean(w)^2 / mean(w^2)
-    tail_ratio        sampler's mass off the head over the trainer's; 1 when they agree, the first sign of collapse
-    sampler_mass, trainer_mass   of the head or of the support
-    drift             sum |q - p|
-    entropy           nats, on the support where there is one
-    lag               versions
-    rejected          share of samples that failed a contract
-    reference_kl, reference_invalid   with algo.kl_coef > 0 only
+docs/loss.md says what the metrics mean; logs and masses are natural, r = p/q is trainer over sampler.
 """
 
 from __future__ import annotations

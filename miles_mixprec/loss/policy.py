@@ -149,14 +149,15 @@ class MicroBatch:
     totals: np.ndarray  # prompt and response tokens of each sample, int64
     responses: np.ndarray
     shard: Shard
-    cp: miles.Group
+    cp: Any  # Miles' group over which sequences are sharded
     scored: LocalTokens  # response tokens whose logits this rank holds
     reduced: LocalTokens  # those that its masks, advantages and reducer cover; differ under all-gather CP
     device: torch.device
 
     @staticmethod
     def of(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> MicroBatch:
-        tp, cp = miles.tensor_parallel(), miles.context_parallel()
+        state = miles.parallel_state()
+        tp, cp = state.tp, state.cp
         all_gather = cp.size > 1 and bool(args.allgather_cp)
         layout = Layout(
             batch["total_lengths"],
@@ -175,7 +176,7 @@ class MicroBatch:
             pools=["unknown" if source is None else source.pool for source in sources],
             totals=np.asarray(batch["total_lengths"], dtype=np.int64),
             responses=np.asarray(batch["response_lengths"], dtype=np.int64),
-            shard=Shard(args.vocab_size or logits.size(-1) * tp.size, tp.rank, tp.process_group),
+            shard=Shard(args.vocab_size or logits.size(-1) * tp.size, tp.rank, tp.group if tp.size > 1 else None),
             cp=cp,
             scored=scored,
             reduced=local_tokens(replace(layout, all_gather=False)) if all_gather else scored,
@@ -252,11 +253,11 @@ class MicroBatch:
 
     def agree(self, rejected: set[int]) -> set[int]:
         """The union over the context-parallel ranks, which see different tokens of the same samples."""
-        if self.cp.process_group is None:
+        if self.cp.size == 1:
             return rejected
         flags = torch.zeros(len(self.pools), dtype=torch.int32, device=self.device)
         flags[list(rejected)] = 1
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.cp.process_group)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.cp.group)
         return set(flags.nonzero()[:, 0].tolist())
 
     def groups(self) -> dict[str, list[bool]]:
@@ -301,7 +302,7 @@ class MicroBatch:
         """Rows of `held` tokens, over the context-parallel ranks, as rows of `wanted` ones; differentiable."""
         full = values.new_zeros(int(self.responses.sum()), *values.shape[1:])
         full = full.index_put((self._to_device(self._index(held)),), values)
-        return _SumOverRanks.apply(full, self.cp.process_group)[self._to_device(self._index(wanted))]
+        return _SumOverRanks.apply(full, self.cp.group)[self._to_device(self._index(wanted))]
 
     def _index(self, tokens: LocalTokens) -> np.ndarray:
         """Places of `tokens` in the responses, laid end to end."""

@@ -133,13 +133,13 @@ def attach(sample: Any, capture: Capture) -> None:
     response = sample.tokens[first:]
     for engine, turn in zip(engines, turns, strict=True):
         start = len(turn["request"]["input_ids"]) - first
-        reply = kept(read_reply(algo, turn["response"]["choices"][0], pool=pool), response[max(start, 0) :])
         if start < len(trajectory.ids):
             raise ContractError(f"pool {pool}: a turn starts inside the one before it; the history was rewritten")
         trajectory.add_observation(response[len(trajectory.ids) : start])
-        trajectory.add_reply(engine, reply)
         if len(trajectory.ids) == len(response):
-            break  # later turns were cut off at the sample's maximum length
+            break  # this and later turns were cut off at the sample's maximum length
+        reply = read_reply(algo, turn["response"]["choices"][0], pool=pool)
+        trajectory.add_reply(engine, reply, kept(reply, response[start:]))
     trajectory.add_observation(response[len(trajectory.ids) :])
     if trajectory.ids != list(response):
         raise ContractError(f"pool {pool}: the merged sample is not the concatenation of its turns; drop it")
@@ -172,9 +172,7 @@ def turn_engines(session: Mapping[str, Any], turns: int) -> list[str]:
     )
 
 
-def kept(reply: Reply, tokens: Sequence[int]) -> Reply:
-    """`reply` without the trailing tokens that the merge dropped: the next turn's template renders them itself."""
-    count = 0
-    while count < min(len(reply.ids), len(tokens)) and reply.ids[count] == tokens[count]:
-        count += 1
-    return reply.head(count)
+def kept(reply: Reply, tokens: Sequence[int]) -> int:
+    """How many tokens of `reply` the merge kept; those at the end may be rendered by the next turn's template."""
+    differ = (i for i, (mine, merged) in enumerate(zip(reply.ids, tokens, strict=False)) if mine != merged)
+    return next(differ, min(len(reply.ids), len(tokens)))

@@ -84,22 +84,6 @@ class Reply:
     topk_log_probs: np.ndarray | None = None
     support: Support | None = None
 
-    def head(self, count: int) -> Reply:
-        """The first `count` tokens."""
-        support = self.support
-        if support is not None:
-            members = int(support.offsets[count])
-            support = Support(support.offsets[: count + 1], support.ids[:members], support.log_probs[:members])
-        return Reply(
-            self.ids[:count],
-            self.log_probs[:count],
-            self.versions[:count],
-            self.finish_reason,
-            None if self.topk_token_ids is None else self.topk_token_ids[:count],
-            None if self.topk_log_probs is None else self.topk_log_probs[:count],
-            support,
-        )
-
 
 def read_reply(algo: Algo, body: Mapping[str, Any], *, pool: str) -> Reply:
     """Arrays of a `/generate` reply.
@@ -170,7 +154,7 @@ def _read_support(meta: Mapping[str, Any], rows: int, pool: str) -> Support:
     if widths.tolist() != [len(row) for row in scores]:
         raise ContractError(f"pool {pool}: a support row and its log-probs differ in length; drop the sample")
     return Support(
-        offsets=np.concatenate([[0], np.cumsum(widths)]).astype(np.int64),
+        offsets=_offsets(widths),
         ids=np.fromiter((i for row in masks for i in row), np.int32, int(widths.sum())),
         log_probs=np.fromiter((s for row in scores for s in row), np.float32, int(widths.sum())),
     )
@@ -199,12 +183,14 @@ class Trajectory:
     view: str
     ids: list[int] = field(default_factory=list)  # response tokens, observations included
     loss_mask: list[int] = field(default_factory=list)
-    turns: list[tuple[int, str, Reply]] = field(default_factory=list)  # (response offset, engine, reply)
+    turns: list[tuple[slice, str, Reply]] = field(default_factory=list)  # (place in the response, engine, reply)
 
-    def add_reply(self, engine: str, reply: Reply) -> None:
-        self.turns.append((len(self.ids), engine, reply))
-        self.ids += reply.ids.tolist()
-        self.loss_mask += [1] * len(reply.ids)
+    def add_reply(self, engine: str, reply: Reply, count: int | None = None) -> None:
+        """Append the first `count` tokens of `reply`, by default all."""
+        ids = reply.ids[:count].tolist()
+        self.turns.append((slice(len(self.ids), len(self.ids) + len(ids)), engine, reply))
+        self.ids += ids
+        self.loss_mask += [1] * len(ids)
 
     def add_observation(self, ids: Sequence[int]) -> None:
         self.ids += list(ids)
@@ -213,8 +199,8 @@ class Trajectory:
     def rows(self, name: str, fill: float, dtype: str, *tail: int) -> np.ndarray:
         """`[R, *tail]`: field `name` of every reply at its place, `fill` on observation rows."""
         out = np.full((len(self.ids), *tail), fill, dtype=dtype)
-        for start, _, reply in self.turns:
-            out[start : start + len(reply.ids)] = getattr(reply, name)
+        for place, _, reply in self.turns:
+            out[place] = getattr(reply, name)[: place.stop - place.start]
         return out
 
     def log_probs(self) -> np.ndarray:
@@ -228,7 +214,7 @@ class Trajectory:
             pool=self.pool,
             view=self.view,
             engines=[engine for _, engine, _ in self.turns],
-            turn_offsets=np.array([start for start, _, _ in self.turns] + [len(self.ids)], dtype=np.int32),
+            turn_offsets=np.array([place.start for place, _, _ in self.turns] + [len(self.ids)], dtype=np.int32),
             weight_versions=self.rows("versions", -1, "int32"),
             topk_token_ids=self.rows("topk_token_ids", -1, "int32", algo.head) if head else None,
             topk_log_probs=self.rows("topk_log_probs", -np.inf, "float32", algo.head) if head else None,
@@ -240,12 +226,15 @@ class Trajectory:
 
     def _support(self) -> Support:
         widths = np.zeros(len(self.ids), dtype=np.int64)
-        parts = [reply.support for _, _, reply in self.turns if reply.support is not None]
-        for start, _, reply in self.turns:
+        ids, log_probs = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+        for place, _, reply in self.turns:
             assert reply.support is not None
-            widths[start : start + len(reply.ids)] = np.diff(reply.support.offsets)
-        return Support(
-            offsets=np.concatenate([[0], np.cumsum(widths)]).astype(np.int64),
-            ids=np.concatenate([part.ids for part in parts]) if parts else np.empty(0, np.int32),
-            log_probs=np.concatenate([part.log_probs for part in parts]) if parts else np.empty(0, np.float32),
-        )
+            offsets = reply.support.offsets[: place.stop - place.start + 1]
+            widths[place] = np.diff(offsets)
+            ids.append(reply.support.ids[: offsets[-1]])
+            log_probs.append(reply.support.log_probs[: offsets[-1]])
+        return Support(_offsets(widths), np.concatenate(ids), np.concatenate(log_probs))
+
+
+def _offsets(widths: np.ndarray) -> np.ndarray:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(widths)))

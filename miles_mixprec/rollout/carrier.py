@@ -44,7 +44,7 @@ def batch_entries(blobs: Sequence[bytes]) -> dict[str, list[Any]]:
         "rollout_topk_token_ids": [record.topk_token_ids for record in records],
         "rollout_topk_log_probs": [record.topk_log_probs for record in records],
         "rollout_sampling_mask": [record.support for record in records],
-        "mixprec_source": [record.source for record in records],
+        "mixprec_source": records,
     }
 
 

@@ -34,24 +34,16 @@ class Source:
 
 
 @dataclass(frozen=True)
-class SamplerRecord:
+class SamplerRecord(Source):
     """Everything that the sampler recorded about one trajectory."""
 
-    pool: str
-    view: str
     engines: list[str]  # one per turn
     turn_offsets: np.ndarray  # int32 [turns + 1], response offsets at which turns start
-    weight_versions: np.ndarray  # int32 [R], -1 on observation tokens
     topk_token_ids: np.ndarray | None  # int32 [R, k], most likely first
     topk_log_probs: np.ndarray | None  # float32 [R, k], at the sampling temperature, before any filter
     support: Support | None
-    temperature: float
     top_p: float
     top_k: int
-
-    @property
-    def source(self) -> Source:
-        return Source(self.pool, self.view, self.weight_versions, self.temperature)
 
     def attribution(self) -> list[dict[str, str | int]]:
         """`{pool, engine, view, weight_version}` of every turn; the version is that of the turn's first token."""

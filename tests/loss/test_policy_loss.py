@@ -323,7 +323,8 @@ def test_a_bad_sample_is_rejected_whole_and_counted(case, caplog):
     _, expected, _ = run(arm, good)
     assert torch.equal(grad, expected) and expected.abs().max() > 0
     assert report["mixprec/all/rejected_num"] == report["mixprec/pool/a/rejected_num"] == 1
-    assert report["mixprec/pool/b/rejected_num"] == 0
+    assert report["mixprec/view/bf16/rejected_num"] == 1
+    assert report["mixprec/pool/b/rejected_num"] == report["mixprec/view/fp8/rejected_num"] == 0
     assert report["mixprec/all/rejected_den"] == 4 and report["mixprec/pool/a/rejected_den"] == 2
     assert "sample 2 of pool a" in caplog.text
 

@@ -79,9 +79,11 @@ def test_rows_follow_the_merged_tokens(turns, data):
     assert [turn["weight_version"] for turn in record.attribution()] == list(range(len(turns)))
 
 
-def test_a_sample_cut_at_its_maximum_length_keeps_the_turns_before():
+@pytest.mark.parametrize("left", [2, 4])
+def test_a_sample_cut_at_its_maximum_length_keeps_the_turns_before(left):
+    """Cut inside the second turn, and inside the observation after it."""
     tokens, records, _ = episode([(3, 2), (3, 2), (3, 1)], [False] * 3)
-    sample = sample_of(tokens[: 3 + 5 + 2])
+    sample = sample_of(tokens[: 3 + 5 + left])
     attach(sample, capture(records))
     assert len(vars(sample)[RECORD].engines) == 2
 
