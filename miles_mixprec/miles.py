@@ -229,18 +229,7 @@ def _log_training() -> None:
     """Add the run log to Miles' tracking backends, on the ranks that log."""
     from miles_mixprec.rollout.log import TrainLog
 
-    class RunLog:
-        def init(self, args: Namespace, *, primary: bool = True, **kwargs: Any) -> None:
-            self.log_update = TrainLog(from_args(args).run_dir)
-
-        def log(self, metrics: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-            self.log_update(metrics)
-
-        def finish(self) -> None: ...
-
-        def define_step_key_metric_group(self, *args: Any, **kwargs: Any) -> None: ...
-
-    _tracking_registry()["mixprec"] = (RunLog, "mixprec")
+    _tracking_registry()["mixprec"] = (TrainLog, "mixprec")
 
 
 def _tracking_registry() -> dict[str, Any]:

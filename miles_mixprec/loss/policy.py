@@ -26,7 +26,8 @@ from miles_mixprec.loss.estimator import Estimate, Rule, empty_head, on_head, on
 from miles_mixprec.loss.layout import Layout, LocalTokens, local_tokens
 from miles_mixprec.loss.vocab import HeadScores, Shard, score_head, score_support
 
-_HEAD_KEYS = ("rollout_topk_token_ids", "rollout_topk_log_probs")
+# What the carrier adds to Miles' micro-batch: source, head's ids and log-probs, support, one of each per sample.
+_ENTRIES = ("mixprec_source", "rollout_topk_token_ids", "rollout_topk_log_probs", "rollout_sampling_mask")
 
 
 def policy_loss(
@@ -185,17 +186,14 @@ class MicroBatch:
 
     def inspect(self) -> set[int]:
         """Samples to reject for what can be seen without looking at a token. Raises ContractError."""
-        failed = [(i, self._misfit(i)) for i in range(len(self.pools))]
-        violations = [
-            contracts.Violation(misfit[0], i, None, self.pools[i], misfit[1]) for i, misfit in failed if misfit
-        ]
+        misfits = [(i, self._misfit(i)) for i in range(len(self.pools))]
+        violations = [contracts.Violation(m[0], i, None, self.pools[i], m[1]) for i, m in misfits if m is not None]
         return contracts.settle(violations, self.run.algo.contracts)
 
     def _misfit(self, i: int) -> tuple[str, float] | None:
         """The check that sample `i` fails as a whole, and the value to show."""
         run, algo, length = self.run, self.run.algo, int(self.responses[i])
-        source, support = self._column("mixprec_source")[i], self._column("rollout_sampling_mask")[i]
-        head_ids, head_log_q = (self._column(key)[i] for key in _HEAD_KEYS)
+        source, head_ids, head_log_q, support = (self._column(key)[i] for key in _ENTRIES)
         if source is None or (run.head and head_ids is None) or (algo.support and support is None):
             return "missing", 0.0
         if run.view_of.get(source.pool) != source.view:
@@ -226,16 +224,16 @@ class MicroBatch:
         advantages, log_q, *reference = self._to_scored(columns)[place].unbind(dim=1)
         where = self._to_device(np.cumsum(self.totals)[sample] - self.responses[sample] + position)
         sampled_ids = torch.cat(list(self.batch["unconcat_tokens"])).to(self.device)[where]
-        versions = [None if s is None else s.weight_versions for s in self._column("mixprec_source")]
+        sources, head_ids, head_log_q, supports = map(self._column, _ENTRIES)
+        versions = [None if source is None else source.weight_versions for source in sources]
         version = _take(versions, sample, position, np.empty(0, np.int32))
         lag = np.where(version >= 0, float(miles.trainer_version()) - version, np.nan)
-        sets: tuple[Tensor, ...] = empty_head(sampled_ids, log_q)
+        sets: tuple[np.ndarray, ...] = ()
         if run.algo.support:
-            sets = tuple(map(self._to_device, _take_supports(self._column("rollout_sampling_mask"), sample, position)))
+            sets = _take_supports(supports, sample, position)
         elif run.head:
-            empty = np.empty((0, run.algo.head), np.int32), np.empty((0, run.algo.head), np.float32)
-            heads = (_take(self._column(key), sample, position, e) for key, e in zip(_HEAD_KEYS, empty, strict=True))
-            sets = tuple(map(self._to_device, heads))
+            empty = np.empty((0, run.algo.head), np.int32)
+            sets = _take(head_ids, sample, position, empty), _take(head_log_q, sample, position, empty.astype("f4"))
         return Tokens(
             micro=self,
             rows=torch.from_numpy(local.rows[active]),
@@ -246,7 +244,7 @@ class MicroBatch:
             advantages=advantages,
             log_q=log_q,
             reference=reference[0] if reference else None,
-            sets=sets,
+            sets=tuple(map(self._to_device, sets)) or empty_head(sampled_ids, log_q),
             lag=self._to_device(lag.astype(np.float32)),
             rule=run.rule(self.pools, sample, self.device),
         )

@@ -15,8 +15,6 @@ from miles_mixprec.guard.signals import EvalLine, MetricsLog, PoolRollout, Rollo
 from miles_mixprec.rollout.generate import RECORD
 from miles_mixprec.rollout.record import SamplerRecord
 
-_PREFIX = "train/"
-
 
 def log_rollout(rollout_id: int, args: Namespace, samples: list[Any], extra_metrics: Any, rollout_time: float) -> bool:
     """Miles' `--custom-rollout-log-function-path`: one rollout line; Miles' own logging goes on (returns False)."""
@@ -107,29 +105,33 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class TrainLog:
-    """Takes what the trainer logs and writes one train line per update."""
+    """One of Miles' tracking backends: takes what the trainer logs and writes one train line per update."""
 
-    def __init__(self, run_dir: str) -> None:
-        self.log, self.last = MetricsLog(run_dir), time.time()
+    def init(self, args: Namespace, **_: Any) -> None:
+        self.lines, self.last = MetricsLog(from_args(args).run_dir), time.time()
 
-    def __call__(self, metrics: dict[str, Any]) -> None:
+    def log(self, metrics: dict[str, Any], *_: Any, **__: Any) -> None:
         if "train/step" not in metrics:
             return
         now = time.time()
-        self.log.append(
+        self.lines.append(
             TrainLine(
                 update=int(metrics["train/step"]),
                 time=now,
                 seconds=now - self.last,
                 grad_norm=_finite(metrics.get("train/grad_norm")),
                 metrics={
-                    key.removeprefix(_PREFIX): _finite(value)
+                    key.removeprefix("train/"): _finite(value)
                     for key, value in metrics.items()
-                    if key.startswith(_PREFIX + "mixprec/")
+                    if key.startswith("train/mixprec/")
                 },
             )
         )
         self.last = now
+
+    def finish(self) -> None: ...
+
+    def define_step_key_metric_group(self, *_: Any, **__: Any) -> None: ...
 
 
 def _finite(value: Any) -> float | None:

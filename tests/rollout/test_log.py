@@ -54,10 +54,11 @@ def test_a_batch_is_split_by_pool_and_observation_tokens_count_for_nothing(args,
     assert "nvfp4" not in line.per_pool
 
 
-def test_a_train_line_keeps_our_metrics_and_marks_what_is_not_finite(tmp_path):
-    log = TrainLog(str(tmp_path))
-    log({"rollout/step": 1})
-    log({"train/step": 4, "train/grad_norm": float("nan"), "train/mixprec/all/kl_num": 2.0, "train/other": 1.0})
+def test_a_train_line_keeps_our_metrics_and_marks_what_is_not_finite(args, tmp_path):
+    log = TrainLog()
+    log.init(args, primary=True)
+    log.log({"rollout/step": 1})
+    log.log({"train/step": 4, "train/grad_norm": float("nan"), "train/mixprec/all/kl_num": 2.0, "train/other": 1.0})
     (line,) = MetricsLog(tmp_path).read()
     assert isinstance(line, TrainLine)
     assert (line.update, line.grad_norm, line.metrics) == (4, None, {"mixprec/all/kl_num": 2.0})
