@@ -21,7 +21,7 @@ from miles_mixprec.config import Algo, Config
 from miles_mixprec.errors import ConfigError, ContractError, EngineError
 from miles_mixprec.rollout.capture import Reply, Trajectory, read_reply, request_body
 from miles_mixprec.rollout.client import SESSION_HEADER, RouterClient, authorization
-from miles_mixprec.rollout.generate import RECORD, load_named
+from miles_mixprec.rollout.generate import abort, attach, load_named
 
 _OPENAI = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _ONLY_NATIVE = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
@@ -62,10 +62,12 @@ async def generate(input: Any) -> Any:
             raise ContractError(f"the agent failed: {type(capture.failure).__name__}: {capture.failure}")
         if sample.status == type(sample).Status.ABORTED:
             raise ContractError("the agent's session yielded no sample")
-        attach(sample, capture)
+        trajectory = align(sample, capture)
     except ContractError as error:
-        sample.metadata["mixprec"] = {"lost": str(error), "pool": capture.session.get("pool")}
-        sample.status = type(sample).Status.ABORTED
+        abort(sample, str(error), capture.session.get("pool"))
+    else:
+        errors = sample.metadata.get("format_errors", 0), sample.metadata.get("ended_on_format_error", False)
+        attach(sample, trajectory, int(errors[0]), bool(errors[1]), sample.status == type(sample).Status.TRUNCATED)
     return output
 
 
@@ -122,8 +124,8 @@ async def _session_records(base_url: str, key: str) -> list[dict[str, Any]]:
         return (await reply.json())["records"]
 
 
-def attach(sample: Any, capture: Capture) -> None:
-    """Put the record of `capture` on `sample`, aligned to its tokens. Raises ContractError if they do not fit."""
+def align(sample: Any, capture: Capture) -> Trajectory:
+    """The trajectory that `capture` recorded, aligned to the sample's tokens. Raises ContractError if they differ."""
     pool, view = capture.session["pool"], capture.session["view"]
     turns = [record for record in capture.records if record["status_code"] == 200]
     engines = turn_engines(capture.session, len(turns))
@@ -143,17 +145,7 @@ def attach(sample: Any, capture: Capture) -> None:
     trajectory.add_observation(response[len(trajectory.ids) :])
     if trajectory.ids != list(response):
         raise ContractError(f"pool {pool}: the merged sample is not the concatenation of its turns; drop it")
-    record = trajectory.record()
-    sample.rollout_log_probs = trajectory.log_probs().tolist()
-    setattr(sample, RECORD, record)
-    sample.metadata["mixprec"] = {
-        "pool": pool,
-        "view": view,
-        "turns": record.attribution(),
-        "format_errors": int(sample.metadata.get("format_errors", 0)),
-        "ended_on_format_error": bool(sample.metadata.get("ended_on_format_error", False)),
-        "length_capped": sample.status == type(sample).Status.TRUNCATED,
-    }
+    return trajectory
 
 
 def turn_engines(session: Mapping[str, Any], turns: int) -> list[str]:

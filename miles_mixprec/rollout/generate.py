@@ -21,7 +21,6 @@ from miles_mixprec.errors import ConfigError, ContractError, EngineError, PoolUn
 from miles_mixprec.rollout.capture import Reply, Trajectory, read_reply, request_body
 from miles_mixprec.rollout.client import Attribution, RouterClient
 from miles_mixprec.rollout.environment import Environment
-from miles_mixprec.rollout.record import SamplerRecord
 
 RECORD = "mixprec_record"  # attribute of a Miles Sample that holds its SamplerRecord
 Ask = Callable[[dict[str, Any]], Awaitable[tuple[dict[str, Any], Attribution]]]  # request body -> reply, and whose
@@ -77,22 +76,35 @@ async def generate(args: Namespace, sample: Any, sampling_params: dict[str, Any]
     trajectory = episode.trajectory
     if trajectory is None or episode.lost:
         lost = episode.lost or f"a prompt of {len(episode.prompt)} tokens leaves no room; raise fleet.context_length"
-        sample.metadata["mixprec"] = {"lost": lost, "pool": trajectory.pool if trajectory else None}
-        sample.status = type(sample).Status.ABORTED
+        abort(sample, lost, trajectory.pool if trajectory else None)
         return sample
-    record = _fill(setup, sample, episode, trajectory)
-    sample.rollout_log_probs = trajectory.log_probs().tolist()
+    _fill(setup, sample, episode, trajectory)
     sample.status = type(sample).Status.TRUNCATED if episode.length_capped else type(sample).Status.COMPLETED
+    attach(sample, trajectory, episode.format_errors, episode.ended_on_format_error, episode.length_capped)
+    return sample
+
+
+def attach(
+    sample: Any, trajectory: Trajectory, format_errors: int, ended_on_format_error: bool, length_capped: bool
+) -> None:
+    """Put on the sample what the trainer and the log hooks read."""
+    record = trajectory.record()
+    setattr(sample, RECORD, record)
+    sample.rollout_log_probs = trajectory.log_probs().tolist()
     sample.metadata["mixprec"] = {
         "pool": record.pool,
         "view": record.view,
         "turns": record.attribution(),
-        "format_errors": episode.format_errors,
-        "ended_on_format_error": episode.ended_on_format_error,
-        "length_capped": episode.length_capped,
+        "format_errors": format_errors,
+        "ended_on_format_error": ended_on_format_error,
+        "length_capped": length_capped,
     }
-    setattr(sample, RECORD, record)
-    return sample
+
+
+def abort(sample: Any, lost: str, pool: str | None) -> None:
+    """Mark the sample as one that Miles drops or retries, and say why."""
+    sample.metadata["mixprec"] = {"lost": lost, "pool": pool}
+    sample.status = type(sample).Status.ABORTED
 
 
 async def _evaluate(setup: Setup, sample: Any, sampling_params: dict[str, Any]) -> Any:
@@ -166,16 +178,14 @@ def _advance(setup: Setup, episode: Episode, trajectory: Trajectory, reply: Repl
     return False
 
 
-def _fill(setup: Setup, sample: Any, episode: Episode, trajectory: Trajectory) -> SamplerRecord:
+def _fill(setup: Setup, sample: Any, episode: Episode, trajectory: Trajectory) -> None:
     """Put what training and evaluation both need on the sample."""
-    record = trajectory.record()
     sample.tokens = episode.prompt + trajectory.ids
     sample.response_length = len(trajectory.ids)
     sample.response = setup.tokenizer.decode(trajectory.ids)
     sample.loss_mask = trajectory.loss_mask
-    sample.weight_versions = [str(turn["weight_version"]) for turn in record.attribution()]
+    sample.weight_versions = [str(reply.versions[0]) for _, _, reply in trajectory.turns if len(reply.ids)]
     sample.reward = episode.environment.grade()
-    return record
 
 
 _setups: dict[int, Setup] = {}  # by identity of Miles' args, of which a process has one

@@ -15,7 +15,7 @@ from miles_mixprec import config as configuration
 from miles_mixprec import miles
 from miles_mixprec.errors import ConfigError, ContractError
 from miles_mixprec.rollout import agentic
-from miles_mixprec.rollout.agentic import Capture, attach, chat_fields, session_key
+from miles_mixprec.rollout.agentic import Capture, align, chat_fields, session_key
 from miles_mixprec.rollout.generate import RECORD
 
 
@@ -68,14 +68,14 @@ def test_rows_follow_the_merged_tokens(turns, data):
     stops = data.draw(st.lists(st.booleans(), min_size=len(turns), max_size=len(turns)))
     tokens, records, kept = episode(turns, stops)
     sample = sample_of(tokens)
-    attach(sample, capture(records))
-    record = vars(sample)[RECORD]
+    trajectory = align(sample, capture(records))
+    record, log_probs = trajectory.record(), trajectory.log_probs()
     sampled = {token for output in kept for token in output}
     for r, token in enumerate(tokens[3:]):
         members = record.support.ids[record.support.offsets[r] : record.support.offsets[r + 1]].tolist()
         assert members == ([token, 999] if token in sampled else [])
         assert (record.weight_versions[r] >= 0) == (token in sampled)
-        assert sample.rollout_log_probs[r] == pytest.approx(-0.6931472 if token in sampled else 0.0)
+        assert log_probs[r] == pytest.approx(-0.6931472 if token in sampled else 0.0)
     assert [turn["weight_version"] for turn in record.attribution()] == list(range(len(turns)))
 
 
@@ -83,23 +83,22 @@ def test_rows_follow_the_merged_tokens(turns, data):
 def test_a_sample_cut_at_its_maximum_length_keeps_the_turns_before(left):
     """Cut inside the second turn, and inside the observation after it."""
     tokens, records, _ = episode([(3, 2), (3, 2), (3, 1)], [False] * 3)
-    sample = sample_of(tokens[: 3 + 5 + left])
-    attach(sample, capture(records))
-    assert len(vars(sample)[RECORD].engines) == 2
+    trajectory = align(sample_of(tokens[: 3 + 5 + left]), capture(records))
+    assert len(trajectory.turns) == 2
 
 
 def test_rewritten_history_is_refused():
     tokens, records, _ = episode([(3, 2), (3, 2)], [False, False])
     records[1]["request"]["input_ids"] = tokens[:5]
     with pytest.raises(ContractError, match=r"pool fp8: .*"):
-        attach(sample_of(tokens), capture(records))
+        align(sample_of(tokens), capture(records))
 
 
 def test_turns_taken_back_leave_attribution_open_only_across_engines():
     tokens, records, _ = episode([(2, 1), (2, 1)], [False, False])
-    attach(sample_of(tokens), capture(records, ["fp8/0"] * 3))
+    align(sample_of(tokens), capture(records, ["fp8/0"] * 3))
     with pytest.raises(ContractError, match=r"served 3 turns on fp8/0, fp8/1, the session server kept 2"):
-        attach(sample_of(tokens), capture(records, ["fp8/0", "fp8/1", "fp8/0"]))
+        align(sample_of(tokens), capture(records, ["fp8/0", "fp8/1", "fp8/0"]))
 
 
 def test_chat_requests_sample_and_record_as_native_ones():
