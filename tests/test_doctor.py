@@ -231,7 +231,7 @@ def test_an_engine_that_answers_something_else_fails_its_check(tmp_path: Path) -
 
 
 def test_an_engine_of_a_pool_that_the_fleet_lacks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="engine foo/0: fleet .* has no such pool; name one of bf16"):
+    with pytest.raises(ConfigError, match=r"engine foo/0: fleet .* has no such pool; name one of bf16"):
         asyncio.run(doctor.diagnose(config(tmp_path), {"foo/0": "http://127.0.0.1:1"}))
 
 

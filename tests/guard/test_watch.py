@@ -131,5 +131,5 @@ def test_drains_through_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_router_that_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAIN_TEST_TOKEN", "secret")
-    with pytest.raises(EngineError, match="pool fp8: .*403"):
+    with pytest.raises(EngineError, match=r"pool fp8: .*403"):
         asyncio.run(_drain_a_pool("another"))
