@@ -154,6 +154,11 @@ class Weights:
     anchor_every: int = 10  # with delta: every so many versions is whole
     poll_s: float = 0.5
 
+    @property
+    def whole_every(self) -> int:
+        """Every so many versions is whole, 0: all of them."""
+        return self.anchor_every if self.delta else 0
+
 
 @dataclass
 class Rollout:
@@ -253,6 +258,13 @@ def to_mapping(config: Config) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.structured(config), resolve=True)  # type: ignore[return-value]
 
 
+def to_file(config: Config, path: Path) -> Path:
+    """Write the whole tree to `path`, for processes that take `--config` and for who asks later how a run ran."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
+    return path
+
+
 def _compose(name: str, overrides: Sequence[str], conf_dir: Path) -> Any:
     """A configuration of any directory; the shipped fleets and arms are found from everywhere."""
     shipped = f"hydra.searchpath=[file://{CONF_DIR}]"
@@ -282,16 +294,24 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+_COUNTS = {
+    "": ("updates", "prompts_per_update", "samples_per_prompt"),
+    "guard": ("baseline_updates", "patience"),
+    "rollout": ("max_turns", "max_tokens_per_turn"),
+    "router": ("max_sessions", "max_attempts", "max_body_mb"),
+    "weights": ("keep_versions", "encoders", "anchor_every"),
+}
+
+
 def _validated(config: Config) -> Config:
     """`config` if it can work, else ConfigError naming the key and the remedy."""
     _check_fleet(config.fleet)
     _check_algo(config.algo, config.fleet)
     _one_of("router.gate", config.router.gate, GATE_POLICIES)
     _one_of("guard.action", config.guard.action, GUARD_ACTIONS)
-    for key in ("baseline_updates", "patience"):
-        _at_least_one(f"guard.{key}", getattr(config.guard, key))
-    for key in ("updates", "prompts_per_update", "samples_per_prompt"):
-        _at_least_one(key, getattr(config, key))
+    for part, keys in _COUNTS.items():
+        for key in keys:
+            _at_least_one(f"{part}.{key}".lstrip("."), getattr(getattr(config, part) if part else config, key))
     return config
 
 

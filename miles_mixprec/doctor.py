@@ -30,6 +30,7 @@ from miles_mixprec.config import Algo, Config
 from miles_mixprec.errors import ConfigError, EngineError, MixprecError
 from miles_mixprec.fleet.accelerators import PRICES_AS_OF
 from miles_mixprec.fleet.compatibility import check as compatibility
+from miles_mixprec.headers import ENGINE, POOL, SESSION, VIEW, authorization
 from miles_mixprec.rollout.capture import read_reply, request_body
 
 Status = Literal["ok", "warning", "failed"]
@@ -114,7 +115,7 @@ async def diagnose(
                 checks += await check_engine(http, name, url, config.algo, prompts[0])
         if router_url is not None:
             with _failing(checks, "router", "reachable"):
-                checks.append(await check_router(http, router_url, config.algo, prompts[0]))
+                checks.append(await check_router(http, router_url, config, prompts[0]))
         if described:
             wanted = reference or next(iter(described)).split("/")[0]
             reachable = {name: engines[name] for name in described}
@@ -133,8 +134,7 @@ def check_miles() -> Check:
         found = miles.features()
     except MixprecError as error:
         return Check("miles", "version", "failed", str(error))
-    native = [name.removeprefix("native_") for name, value in asdict(found).items() if value is True]
-    detail = f"{found.generation} at {found.location}; has {', '.join(native) or 'none'}"
+    detail = f"{found.generation} at {found.location}; has {', '.join(found.offers) or 'none'}"
     return Check("miles", "version", "ok", detail)
 
 
@@ -180,16 +180,16 @@ async def check_engine(
     return [_version(name, hot), _scaled(name, hot, cold), await _clock(http, name, url), recorded]
 
 
-async def check_router(http: aiohttp.ClientSession, url: str, algo: Algo, prompt: Sequence[int]) -> Check:
+async def check_router(http: aiohttp.ClientSession, url: str, config: Config, prompt: Sequence[int]) -> Check:
     """Whether the router passes on what the rollout needs, and says where a turn ran."""
-    headers = {"X-SMG-Routing-Key": f"doctor-{uuid.uuid4().hex}"}
-    recorded, source = await _turn(http, "router", url, algo, prompt, headers)
+    headers = {SESSION: f"doctor-{uuid.uuid4().hex}", **authorization(config.router)}
+    recorded, source = await _turn(http, "router", url, config.algo, prompt, headers)
     wrong = [recorded.detail] if recorded.status == "failed" else []
-    if lost := [key for key in ("X-Mixprec-Pool", "X-Mixprec-Engine", "X-Mixprec-View") if key not in source]:
+    if lost := [key for key in (POOL, ENGINE, VIEW) if key not in source]:
         wrong.append(f"lost {', '.join(lost)}")
     if wrong:
         return Check("router", "pass-through", "failed", f"{'; '.join(wrong)}; use the router of this package")
-    return Check("router", "pass-through", "ok", f"all fields, from {source['X-Mixprec-Engine']}")
+    return Check("router", "pass-through", "ok", f"all fields, from {source[ENGINE]}")
 
 
 async def _turn(

@@ -258,12 +258,7 @@ class Features:
 
     generation: str  # "0.0.2" or "0.1"
     location: str
-    fully_async: bool  # --fully-async
-    disk_delta: bool  # --update-weight-transfer-mode disk-delta
-    session_samples: bool  # the session server merges samples itself
-    native_topk: bool  # the batch carries rollout_topk_token_ids itself
-    native_support: bool  # the batch carries rollout_sampling_mask itself
-    native_views: bool  # --update-weight-views
+    offers: tuple[str, ...]  # of what this package brings or works with
 
 
 @functools.lru_cache
@@ -280,13 +275,14 @@ def features() -> Features:
     def mentions(path: str, text: str) -> bool:
         return has(path) and text in (root / path).read_text()
 
-    return Features(
-        generation="0.1" if has("ray/rollout/rollout_manager.py") else "0.0.2",
-        location=str(root),
-        fully_async=mentions("utils/arguments.py", "--fully-async"),
-        disk_delta=has("backends/megatron_utils/update_weight/update_weight_from_distributed/delta.py"),
-        session_samples=has("rollout/session/samples"),
-        native_topk=mentions("backends/megatron_utils/model.py", "rollout_topk_token_ids"),
-        native_support=mentions("backends/megatron_utils/model.py", "rollout_sampling_mask"),
-        native_views=mentions("utils/arguments.py", "--update-weight-views"),
-    )
+    delta = "backends/megatron_utils/update_weight/update_weight_from_distributed/delta.py"
+    offers = {
+        "fully_async": mentions("utils/arguments.py", "--fully-async"),
+        "disk_delta": has(delta),
+        "session_samples": has("rollout/session/samples"),  # the session server merges samples itself
+        "topk": mentions("backends/megatron_utils/model.py", "rollout_topk_token_ids"),
+        "support": mentions("backends/megatron_utils/model.py", "rollout_sampling_mask"),
+        "views": mentions("utils/arguments.py", "--update-weight-views"),
+    }
+    generation = "0.1" if has("ray/rollout/rollout_manager.py") else "0.0.2"
+    return Features(generation, str(root), tuple(name for name, there in offers.items() if there))

@@ -17,7 +17,7 @@ import aiohttp
 import yaml
 
 from miles_mixprec import doctor
-from miles_mixprec.config import Config, to_mapping
+from miles_mixprec.config import Config, to_file, to_mapping
 from miles_mixprec.errors import CapabilityError, ConfigError, EngineError
 from miles_mixprec.guard.signals import CONFIG
 from miles_mixprec.providers.base import Engine, Provider, await_engines
@@ -64,7 +64,6 @@ class Services:
 def running(
     config: Config,
     *,
-    engine_python: str = sys.executable,
     engine_env: Mapping[str, str] | None = None,
     say: Callable[[str], None] = print,
 ) -> Iterator[Services]:
@@ -79,7 +78,7 @@ def running(
         models = start_models(config)
         services.router_url = _start_router(services)
         say(f"router at {services.router_url}")
-        services.provider = _provider(services, engine_python, engine_env or {}, models)
+        services.provider = _provider(services, engine_env or {}, models)
         for pool in config.fleet.pools:
             services.provider.launch(pool)
         engines = await_engines(
@@ -107,9 +106,7 @@ def serve(config: Config) -> None:
 
 def claim_run_dir(config: Config) -> None:
     """Write the resolved configuration into the run folder. Raises ConfigError if another one is there."""
-    directory = Path(config.run_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    path, values = directory / CONFIG, to_mapping(config)
+    path, values = Path(config.run_dir) / CONFIG, to_mapping(config)
     if path.exists():
         before = yaml.safe_load(path.read_text())
         if changed := sorted(key for key in values if key not in _MAY_CHANGE and before.get(key) != values[key]):
@@ -117,7 +114,7 @@ def claim_run_dir(config: Config) -> None:
                 f"run_dir={config.run_dir} holds a run with another {', '.join(changed)}; "
                 "choose another run_dir, or delete the folder to start over"
             )
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    to_file(config, path)
 
 
 # A resumed run may go on for longer and be watched differently; its router gets a new port.
@@ -164,13 +161,13 @@ async def require_capabilities(config: Config, engines: Sequence[Engine]) -> Non
                 ) from error
 
 
-def _provider(services: Services, python: str, env: Mapping[str, str], models: Mapping[str, str]) -> Provider:
+def _provider(services: Services, env: Mapping[str, str], models: Mapping[str, str]) -> Provider:
     config = services.config
     match config.fleet.provider:
         case "static":
             return StaticProvider(config.fleet)
         case "local":
-            return LocalProvider(config.fleet, config.run_dir, python=python, extra_env=env, models=models)
+            return LocalProvider(config.fleet, config.run_dir, extra_env=env, models=models)
         case "ray":
             import ray
 
@@ -182,7 +179,6 @@ def _provider(services: Services, python: str, env: Mapping[str, str], models: M
                 # Each actor runs its own sidecar: Ray may restart it anywhere, at another address.
                 Launch(
                     config.run_dir,
-                    python=python,
                     extra_env=env,
                     models=models,
                     sidecar=config,

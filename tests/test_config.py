@@ -24,6 +24,8 @@ def test_composes_and_survives_plain_data() -> None:
             r"^no value for fleet\.model, prompts_per_update, run_dir, run_id, updates, .*; set fleet\.model=\.\.\. ",
         ),
         ([*RUN, "updates=0"], r"^updates=0: must be at least 1$"),
+        ([*RUN, "weights.keep_versions=0"], r"^weights\.keep_versions=0: must be at least 1$"),
+        ([*RUN, "router.max_attempts=0"], r"^router\.max_attempts=0: must be at least 1$"),
         ([*RUN, "nonsense=1"], "nonsense"),
         ([*RUN, "fleet=nonsense"], "nonsense"),
         ([*RUN, "fleet.pools.bf16.engines=many"], "many"),

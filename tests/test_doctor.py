@@ -36,15 +36,21 @@ def log_probs(context: Sequence[int], temperature: float, noise: float) -> list[
 
 @dataclasses.dataclass
 class Engine:
-    """What can be wrong with it: noise in the logits, log-probs at temperature 1, missing fields, a slow clock."""
+    """What can be wrong with it: noise in the logits, log-probs at temperature 1, missing fields, a slow clock.
+
+    It answers only those who bring its token, if it has one.
+    """
 
     noise: float = 0.0
     original: bool = False
     without: tuple[str, ...] = ()
     skew_s: int = 0
+    token: str | None = None
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
 
     async def generate(self, request: web.Request) -> web.Response:
+        if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
+            raise web.HTTPUnauthorized
         body = await request.json()
         sampling, prompt = body["sampling_params"], list(body["input_ids"])
         text, rows = list(prompt), []
@@ -244,6 +250,14 @@ def test_router_must_pass_everything_on(tmp_path: Path) -> None:
     assert check.status == "failed"
     assert "no meta_info.output_token_sampling_mask" in check.detail
     assert "lost X-Mixprec-Pool, X-Mixprec-Engine, X-Mixprec-View; use the router" in check.detail
+
+
+def test_the_router_is_asked_with_the_clients_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCTOR_TEST_TOKEN", "secret")
+    named = {"X-Mixprec-Pool": "bf16", "X-Mixprec-Engine": "bf16/0", "X-Mixprec-View": "bf16"}
+    made = config(tmp_path, "router.client_token_env=DOCTOR_TEST_TOKEN")
+    found_there = diagnose(made, {"bf16/0": Engine()}, Engine(headers=named, token="secret"))
+    assert found(found_there, "router", "pass-through").status == "ok"
 
 
 def test_store_that_cannot_be_written(tmp_path: Path) -> None:

@@ -100,7 +100,6 @@ def run(config: Config) -> None:
     """Fleet and Miles together, until the updates are done or something ends."""
     with serve.running(
         config,
-        engine_python=sys.executable,
         engine_env={"PYTHONPATH": f"{SHIMS}{os.pathsep}{ENGINE_SGLANG}"},
         say=console.print,
     ) as services:

@@ -12,9 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from miles_mixprec.config import load, to_mapping
+from miles_mixprec.config import load, to_file
 
 HERE = Path(__file__).parent
 
@@ -25,8 +23,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     config = load("qwen3_6_coding", arguments.overrides, conf_dir=HERE / "conf")
-    path = arguments.write or HERE / "run.yaml"
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_mapping(config))))
+    path = to_file(config, arguments.write or HERE / "run.yaml")
     if arguments.write is None:
         command = [sys.executable, "-m", "modal", "deploy", "-m", "miles_mixprec.providers.modal_app"]
         sys.exit(subprocess.run(command, env=os.environ | {"MIXPREC_RUN": str(path)}).returncode)

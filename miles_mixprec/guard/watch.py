@@ -19,6 +19,7 @@ from miles_mixprec.config import Guard as Thresholds
 from miles_mixprec.errors import EngineError
 from miles_mixprec.guard.collapse import Level, Verdict, judge
 from miles_mixprec.guard.signals import read_signals
+from miles_mixprec.headers import authorization
 
 DECISION = "guard.json"
 
@@ -78,10 +79,9 @@ def decide(verdicts: list[Verdict], action: str) -> Decision:
 def drain_through(url: str, router: Router) -> Callable[[str], None]:
     """The `drain` of `check`, by the router at `url`: live sessions go on, new ones go to other pools.
 
-    Raises EngineError when the router does not answer or refuses.
+    Raises EngineError when the router does not answer or refuses, ConfigError at once without its token.
     """
-    token = os.environ.get(router.admin_token_env or router.client_token_env or "")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = authorization(router, admin=True)
 
     def drain(pool: str) -> None:
         request = urllib.request.Request(f"{url}/pools/{pool}/drain", data=b"", headers=headers, method="POST")

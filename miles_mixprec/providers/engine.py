@@ -7,9 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
-
-from miles_mixprec.config import Config, Fleet, to_mapping
+from miles_mixprec.config import Config, Fleet, to_file
 from miles_mixprec.fleet.arguments import engine_environment, known_arguments, sglang_arguments
 from miles_mixprec.providers.base import Engine, Health, responds
 from miles_mixprec.providers.process import EngineProcess, free_port
@@ -55,17 +53,10 @@ def start_engine(
 
 def start_sidecar(config: Config, engine: Engine, *, router_url: str, logs: Path, staging: Path) -> EngineProcess:
     """Run the sidecar that keeps `engine` on the newest weights and registers it with the router."""
-    run = write_config(config, logs / f"run-{engine.pool}-{engine.index}.yaml")
+    run = to_file(config, logs / f"run-{engine.pool}-{engine.index}.yaml")
     command = [sys.executable, "-m", "miles_mixprec.weights.sidecar", "--config", str(run), "--router", router_url]
     command += ["--staging", str(staging), "--engine", f"{engine.name}={engine.url}"]
     return EngineProcess(command, env=os.environ, log=logs / f"sidecar-{engine.pool}-{engine.index}.log")
-
-
-def write_config(config: Config, path: Path) -> Path:
-    """Write the resolved configuration to `path`, for processes that take `--config`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
-    return path
 
 
 def process_health(engine: Engine, process: EngineProcess) -> Health:

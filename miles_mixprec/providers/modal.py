@@ -23,11 +23,11 @@ from typing import Any, ClassVar
 
 import modal
 
-from miles_mixprec.config import Config, from_file, from_mapping, to_mapping
+from miles_mixprec.config import Config, from_file, from_mapping, to_file, to_mapping
 from miles_mixprec.errors import ConfigError, EngineError
 from miles_mixprec.fleet.accelerators import accelerator
 from miles_mixprec.providers.base import Engine, Health, Provider
-from miles_mixprec.providers.engine import process_health, start_engine, start_sidecar, write_config
+from miles_mixprec.providers.engine import process_health, start_engine, start_sidecar
 from miles_mixprec.providers.process import EngineProcess
 
 APP_MODULE = "miles_mixprec.providers.modal_app"
@@ -263,7 +263,7 @@ class _RouterContainer:
             public = self.tunnels.enter_context(modal.forward(ROUTER_PORT)).url
         workers = [*self.config.router.allowed_workers, _PRIVATE_NETWORK if private else _TUNNELS]
         bound = replace(self.config.router, host="", port=ROUTER_PORT, allowed_workers=workers)  # IPv4 and IPv6
-        run = write_config(replace(self.config, router=bound), SCRATCH / "run.yaml")
+        run = to_file(replace(self.config, router=bound), SCRATCH / "run.yaml")
         command = [sys.executable, "-m", "miles_mixprec.router", "--config", str(run)]
         self.process = EngineProcess(command, env=os.environ, log=SCRATCH / "logs" / "router.log")
         _directory(self.config).put("router", {"url": url, "public_url": public, "at": time.time() + 1e9})

@@ -19,8 +19,9 @@ from miles_mixprec import config as configuration
 from miles_mixprec import miles
 from miles_mixprec.config import Algo, Config
 from miles_mixprec.errors import ConfigError, ContractError, EngineError
+from miles_mixprec.headers import SESSION, authorization
 from miles_mixprec.rollout.capture import Reply, Trajectory, read_reply, request_body
-from miles_mixprec.rollout.client import SESSION_HEADER, RouterClient, authorization
+from miles_mixprec.rollout.client import RouterClient
 from miles_mixprec.rollout.generate import abort, attach, load_named
 
 _OPENAI = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -87,7 +88,7 @@ async def _captured(
     router, key = capture.config.router, session_key(base_url)
     function = load_named("rollout.agent", capture.config.rollout.agent)
     fields = chat_fields(capture.config.algo, capture.sampling_params)
-    fields["extra_headers"] = {SESSION_HEADER: key, **authorization(router)}
+    fields["extra_headers"] = {SESSION: key, **authorization(router)}
     client = RouterClient(f"http://{router.host}:{router.port}", router)
     try:
         result = await function(base_url=base_url, request_kwargs={**request_kwargs, **fields}, **rest)

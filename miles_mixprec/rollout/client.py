@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import time
 from collections.abc import Mapping
@@ -15,8 +14,8 @@ import aiohttp
 
 from miles_mixprec.config import Router
 from miles_mixprec.errors import EngineError, PoolUnavailable
+from miles_mixprec.headers import ENGINE, POOL, SESSION, VIEW, authorization
 
-SESSION_HEADER = "X-SMG-Routing-Key"
 RETRIED = (409, 429, 502, 503, 504)
 _LOST = (aiohttp.ClientError, asyncio.TimeoutError)  # no answer, or none in time
 
@@ -28,12 +27,6 @@ class Attribution:
     pool: str
     engine: str
     view: str
-
-
-def authorization(router: Router) -> dict[str, str]:
-    """Headers that the router asks of its clients."""
-    name = router.client_token_env
-    return {"Authorization": f"Bearer {os.environ[name]}"} if name else {}
 
 
 class RouterClient:
@@ -60,9 +53,7 @@ class RouterClient:
         deadline, wait = time.monotonic() + self.timeout_s, 0.2
         while True:
             try:
-                async with self._session.post(
-                    f"{self.url}/generate", json=body, headers={SESSION_HEADER: key}
-                ) as reply:
+                async with self._session.post(f"{self.url}/generate", json=body, headers={SESSION: key}) as reply:
                     if reply.status == 200:
                         return _checked(await reply.json(content_type=None), key), _attribution(reply.headers, key)
                     refusal = f"{reply.status}: {(await reply.text())[:300]}"
@@ -114,7 +105,7 @@ def _checked(reply: Any, who: str) -> dict[str, Any]:
 
 def _attribution(headers: Mapping[str, str], key: str) -> Attribution:
     try:
-        return Attribution(headers["X-Mixprec-Pool"], headers["X-Mixprec-Engine"], headers["X-Mixprec-View"])
+        return Attribution(headers[POOL], headers[ENGINE], headers[VIEW])
     except KeyError as error:
         raise EngineError(
             f"session {key}: the reply does not say which pool served it ({error}); "

@@ -20,10 +20,10 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
-from multidict import istr
 
 from miles_mixprec.config import Router
 from miles_mixprec.errors import EngineError
+from miles_mixprec.headers import MIN_VERSION
 from miles_mixprec.router import gate
 from miles_mixprec.router.failures import Deadline, EngineFailed, Full, NoPool, PoolLost, Refused, VersionGate
 from miles_mixprec.router.security import Access, session_key, to_client, to_engine
@@ -32,7 +32,6 @@ from miles_mixprec.router.state import Engine, LiveFleet
 
 log = logging.getLogger(__name__)
 
-MIN_VERSION = istr("X-Mixprec-Min-Version")
 HEARTBEAT_PATHS = frozenset({"/generate", "/v1/chat/completions", "/v1/completions"})
 RETRYABLE = frozenset({502, 503, 504})
 SMALL_REPLY = 2 * 2**20  # bytes; read whole, so that a torn one can be asked for again

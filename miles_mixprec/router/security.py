@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import os
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,37 +11,26 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy, istr
 from yarl import URL
 
+from miles_mixprec import headers
 from miles_mixprec.config import Router
-from miles_mixprec.errors import ConfigError
 from miles_mixprec.router.failures import Forbidden, Refused, Unauthorized
 
 _HOP_BY_HOP = (  # RFC 9110 section 7.6.1
     *("Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection"),
     *("TE", "Trailer", "Transfer-Encoding", "Upgrade"),
 )
-NOT_TO_ENGINE = tuple(map(istr, (*_HOP_BY_HOP, "Host", "Content-Length", "Expect", "X-Mixprec-Min-Version")))
+NOT_TO_ENGINE = tuple(map(istr, (*_HOP_BY_HOP, "Host", "Content-Length", "Expect", headers.MIN_VERSION)))
 NOT_TO_CLIENT = tuple(map(istr, (*_HOP_BY_HOP, "Date", "Server", "Content-Length")))
 ACCEPT_ENCODING, AUTHORIZATION, CONNECTION = istr("Accept-Encoding"), istr("Authorization"), istr("Connection")
-SESSION = istr("X-SMG-Routing-Key")
 MAX_KEY = 256
-
-
-def token_from(name: str | None, option: str) -> bytes | None:
-    """The token in environment variable `name`. Raises ConfigError if the variable is empty or missing."""
-    if name is None:
-        return None
-    token = os.environ.get(name, "")
-    if not token:
-        raise ConfigError(f"{option}={name}: the environment variable {name} is empty; put the token there")
-    return token.encode()
 
 
 class Access:
     """Bearer tokens of clients and administrators. Without an admin token, the client token opens everything."""
 
     def __init__(self, router: Router) -> None:
-        self.client = token_from(router.client_token_env, "router.client_token_env")
-        self.admin = token_from(router.admin_token_env, "router.admin_token_env")
+        self.client = headers.client_token(router)
+        self.admin = headers.admin_token(router)
         self.guarded = self.client is not None or self.admin is not None  # the header is the router's own
 
     def check(self, request: web.BaseRequest, *, admin: bool = False) -> None:
@@ -54,7 +42,7 @@ class Access:
         if scheme.lower() != "bearer" or not given:
             raise Unauthorized("a bearer token is required in the Authorization header")
         accepted = (needed,) if admin or self.admin is None else (needed, self.admin)
-        if not any(hmac.compare_digest(token, given.encode(errors="surrogateescape")) for token in accepted):
+        if not any(hmac.compare_digest(token.encode(), given.encode(errors="surrogateescape")) for token in accepted):
             raise Forbidden(f"this token does not open {'administration' if admin else 'the router'}")
 
 
@@ -83,7 +71,7 @@ def engine_url(text: Any, allowed: Iterable[str]) -> str:
 
 def session_key(request: web.BaseRequest) -> str | None:
     """The session that a request belongs to. Raises Refused for keys that are too long or not printable ASCII."""
-    key = request.headers.get(SESSION)
+    key = request.headers.get(headers.SESSION)
     if not key:
         return None
     if len(key) > MAX_KEY or not (key.isascii() and key.isprintable()):

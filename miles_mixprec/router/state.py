@@ -16,6 +16,7 @@ from multidict import istr
 from yarl import URL
 
 from miles_mixprec.config import Fleet
+from miles_mixprec.headers import ENGINE, POOL, VIEW, WEIGHT_VERSION
 from miles_mixprec.router import assignment, capacity, gate
 from miles_mixprec.router.failures import Conflict, NoPool, Refused
 
@@ -27,8 +28,6 @@ log = logging.getLogger(__name__)
 FAILURES_TO_OPEN = 3  # consecutive, without a byte of progress between them
 COOL_DOWN_S = (5.0, 60.0)  # first and longest time that a breaker stays open
 STATES = ("serving", "updating", "draining")
-POOL, ENGINE, VIEW = istr("X-Mixprec-Pool"), istr("X-Mixprec-Engine"), istr("X-Mixprec-View")
-WEIGHT_VERSION = istr("X-Mixprec-Weight-Version")
 
 
 @dataclass(eq=False)

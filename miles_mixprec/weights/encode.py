@@ -85,7 +85,6 @@ def behind(store: Store, pointer: Pointer, views: Sequence[str]) -> list[str]:
 def follow(config: Config, views: Sequence[str], *, shard: int = 0, shards: int = 1) -> None:
     """Encode newest BF16 versions until the process ends. Raises StoreError for a version that cannot be encoded."""
     scratch = Path(config.run_dir) / "encode" / f"shard{shard}"
-    every = config.weights.anchor_every if config.weights.delta else 0
     while True:
         store = open_store(config.weights.store, config.run_id)
         pointer = None
@@ -95,6 +94,7 @@ def follow(config: Config, views: Sequence[str], *, shard: int = 0, shards: int 
                 continue
             start = time.monotonic()
             todo = behind(store, pointer, views)
+            every = config.weights.whole_every
             encode_part(store, pointer, todo, scratch, shard=shard, shards=shards, anchor_every=every)
             if shard == 0:
                 _seal_all(store, pointer, todo, scratch, shards, config.weights.poll_s)

@@ -126,8 +126,8 @@ def hf_config(checkpoint: str) -> dict[str, Any]:
 
 
 def _writer(config: Config, store: Store, version: int, part: int) -> Writer:
-    every = config.weights.anchor_every if config.weights.delta else 0
-    base = delta_base(store, "bf16", version, every, Path(config.run_dir) / "publish" / f"part{part}")
+    scratch = Path(config.run_dir) / "publish" / f"part{part}"
+    base = delta_base(store, "bf16", version, config.weights.whole_every, scratch)
     return store.writer("bf16", version, part=part, base=base)
 
 

@@ -26,9 +26,9 @@ import aiohttp
 import msgspec
 import torch
 
-from miles_mixprec.config import Config, Router, from_file
+from miles_mixprec.config import Config, from_file
 from miles_mixprec.errors import ConfigError, EngineError, StoreError
-from miles_mixprec.router.security import token_from
+from miles_mixprec.headers import authorization
 from miles_mixprec.weights.checkpoint import decode_checkpoint
 from miles_mixprec.weights.delta import stage
 from miles_mixprec.weights.files import write_local
@@ -94,7 +94,7 @@ class Sidecar:
         self._pool = config.fleet.pools[pool_name]
         self._config = config
         self._router = router.rstrip("/")
-        self._headers = _authorization(config.router)
+        self._headers = authorization(config.router, admin=True)
         self._http = session
         self._stager = stager
         self._record = staging / "serving" / f"{name.replace('/', '-')}.json"
@@ -222,14 +222,6 @@ class Sidecar:
             return msgspec.json.decode(self._record.read_bytes(), type=Pointer)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
-
-
-def _authorization(router: Router) -> dict[str, str]:
-    """Headers that open the router's administration."""
-    token = token_from(router.admin_token_env, "router.admin_token_env") or token_from(
-        router.client_token_env, "router.client_token_env"
-    )
-    return {"Authorization": f"Bearer {token.decode()}"} if token else {}
 
 
 async def serve(config: Config, engines: Mapping[str, str], router: str, staging: Path) -> None:

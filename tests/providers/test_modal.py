@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 modal = pytest.importorskip("modal")
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
-from miles_mixprec.config import Config, load, to_mapping  # noqa: E402
+from miles_mixprec.config import Config, load, to_file, to_mapping  # noqa: E402
 from miles_mixprec.errors import ConfigError, EngineError  # noqa: E402
 from miles_mixprec.providers.base import Engine, Health  # noqa: E402
 from miles_mixprec.providers.modal import (  # noqa: E402
@@ -96,7 +95,7 @@ def test_containers_rebuild_the_same_app(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (user_class.pool, user_class.config) == ("b300_nvfp4", run)
     monkeypatch.delenv(CONFIG_VARIABLE)
     path = tmp_path / "run.yaml"
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_mapping(run))))
+    to_file(run, path)
     monkeypatch.setenv("MIXPREC_RUN", str(path))
     assert container_config() == run
 

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 ray = pytest.importorskip("ray")
 
-from miles_mixprec.config import Config, Fleet, Pool, load, to_mapping  # noqa: E402
+from miles_mixprec.config import Config, Fleet, Pool, load, to_file  # noqa: E402
 from miles_mixprec.errors import EngineError  # noqa: E402
 from miles_mixprec.providers.base import await_engines  # noqa: E402
 from miles_mixprec.providers.ray import Launch, RayProvider, actor_options  # noqa: E402
@@ -74,7 +73,7 @@ def routed(tmp_path: Path, fleet: Fleet) -> Iterator[str]:
     config: Config = load("config", [*run, "router.poll_s=0.5", "router.heartbeat_s=2"])
     config.fleet = fleet
     path, ready = tmp_path / "run.yaml", tmp_path / "router.json"
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_mapping(config))))
+    to_file(config, path)
     command = [sys.executable, "-m", "miles_mixprec.router", "--config", str(path), "--ready-file", str(ready)]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": ROOT})
     try:
