@@ -94,11 +94,17 @@ class Registrar(threading.Thread):
     def run(self) -> None:
         while not self.done.wait(0.3):
             for engine in self.provider.list():
-                if engine.url is not None and self.provider.health(engine.name).state == "ready":
+                if engine.url is not None and self._ready(engine.name):
                     pool = self.provider.fleet.pools[engine.pool]
                     body = {"url": engine.url, "pool": engine.pool, "view": pool.view, "engine": engine.name}
                     body |= {"slots": pool.slots_per_engine, "weight_version": 0, "state": "serving"}
                     request(f"{self.router}/workers", body)
+
+    def _ready(self, engine: str) -> bool:
+        try:
+            return self.provider.health(engine).state == "ready"
+        except EngineError:  # gone since the provider listed it
+            return False
 
 
 def turn(router: str, key: str) -> str:
