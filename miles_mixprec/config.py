@@ -182,6 +182,7 @@ class Guard:
     reward_fall: float = 0.5  # share of its peak that the reward lost
     patience: int = 3  # updates in a row that a sign must be there
     action: str = "warn"  # warn | quarantine | save | stop; each does what the ones before it do
+    stop_after: int = 8  # updates in a row that a collapse must stand: runs with corrections have come back within 6
 
 
 @dataclass
@@ -296,7 +297,7 @@ def _one_line(error: BaseException) -> str:
 
 _COUNTS = {
     "": ("updates", "prompts_per_update", "samples_per_prompt"),
-    "guard": ("baseline_updates", "patience"),
+    "guard": ("baseline_updates", "patience", "stop_after"),
     "rollout": ("max_turns", "max_tokens_per_turn"),
     "router": ("max_sessions", "max_attempts", "max_body_mb"),
     "weights": ("keep_versions", "encoders", "anchor_every"),

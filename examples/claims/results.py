@@ -12,7 +12,7 @@ import msgspec
 import zstandard
 
 from claims.study import ROOT, Cell, Study, cells, config_of, overrides, run_dir
-from miles_mixprec.config import to_mapping
+from miles_mixprec.config import from_mapping, to_mapping
 from miles_mixprec.errors import MixprecError
 from miles_mixprec.guard.signals import EvalLine, Line, MetricsLog, Signals, TrainLine, finished
 
@@ -75,7 +75,7 @@ def load_results(study: Study) -> list[Result]:
                 raise ResultError(
                     f"{path}: the study has changed since this cell ran; remove the file to run it again"
                 )
-            same = _shared(made["config"])
+            same = _shared(to_mapping(from_mapping(made["config"])))  # options that came later at their defaults
             expected, other = shared.setdefault((cell.fleet, cell.regime), (same, cell))
             if same != expected:
                 raise ResultError(

@@ -11,7 +11,7 @@ import os
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from miles_mixprec.config import GUARD_ACTIONS, Router
@@ -34,7 +34,7 @@ class Decision:
     reasons: tuple[str, ...]
     quarantined: tuple[str, ...]  # every pool drained so far
     save: bool  # a warning began at this update or the one before: save while the weights are good
-    stop: bool  # the run has collapsed
+    stop: bool  # the run has collapsed and not come back
 
 
 def check(run_dir: str | os.PathLike[str], thresholds: Thresholds, drain: Callable[[str], None]) -> Decision | None:
@@ -48,7 +48,7 @@ def check(run_dir: str | os.PathLike[str], thresholds: Thresholds, drain: Callab
         return None
     path = Path(run_dir) / DECISION
     drained = json.loads(path.read_bytes())["quarantined"] if path.exists() else []
-    decision = decide(verdicts, thresholds.action)
+    decision = decide(verdicts, thresholds)
     for pool in decision.quarantined:
         if pool not in drained:
             drain(pool)
@@ -58,12 +58,13 @@ def check(run_dir: str | os.PathLike[str], thresholds: Thresholds, drain: Callab
     return decision
 
 
-def decide(verdicts: list[Verdict], action: str) -> Decision:
-    """What `action`, one of config.GUARD_ACTIONS, allows to be done about a run's verdicts."""
+def decide(verdicts: list[Verdict], thresholds: Thresholds) -> Decision:
+    """What `thresholds.action` allows to be done about a run's verdicts."""
     last = verdicts[-1]
     # Two updates long, so that a trainer which looks once per update sees it whenever it looks.
     begun = any(b.level >= Level.WARNING > a.level for a, b in pairwise(verdicts[-3:]))
-    rank = GUARD_ACTIONS.index(action)
+    rank = GUARD_ACTIONS.index(thresholds.action)
+    standing = list(takewhile(lambda verdict: verdict.level == Level.COLLAPSE, reversed(verdicts)))
     faulty = dict.fromkeys(pool for verdict in verdicts for pool in verdict.pools_to_quarantine)
     return Decision(
         update=last.update,
@@ -72,7 +73,7 @@ def decide(verdicts: list[Verdict], action: str) -> Decision:
         reasons=last.reasons,
         quarantined=tuple(faulty) if rank >= GUARD_ACTIONS.index("quarantine") else (),
         save=rank >= GUARD_ACTIONS.index("save") and begun,
-        stop=rank >= GUARD_ACTIONS.index("stop") and last.level == Level.COLLAPSE,
+        stop=rank >= GUARD_ACTIONS.index("stop") and len(standing) >= thresholds.stop_after,
     )
 
 

@@ -13,7 +13,7 @@ from traces import flat, grpo_mixed, ramp, run, sc_mixed
 from miles_mixprec.config import Fleet, Pool, Router
 from miles_mixprec.config import Guard as Thresholds
 from miles_mixprec.errors import EngineError
-from miles_mixprec.guard.collapse import judge
+from miles_mixprec.guard.collapse import Level, Verdict, judge
 from miles_mixprec.guard.signals import MetricsLog
 from miles_mixprec.guard.watch import check, decide, drain_through
 from miles_mixprec.router.server import PROXY, build_app
@@ -33,23 +33,33 @@ def growth(n: int) -> float:
 )
 def test_an_action_includes_those_before_it(action: str, save: bool, stop: bool) -> None:
     verdicts = judge(Thresholds(), sc_mixed())
-    decisions = [decide(verdicts[: n + 1], action) for n in range(len(verdicts))]
+    thresholds = Thresholds(action=action, stop_after=1)
+    decisions = [decide(verdicts[: n + 1], thresholds) for n in range(len(verdicts))]
     assert any(d.save for d in decisions) == save
     assert any(d.stop for d in decisions) == stop
 
 
 def test_asks_to_save_for_two_updates_of_a_warning_and_before_the_stop() -> None:
     verdicts = judge(Thresholds(), grpo_mixed())
-    decisions = [decide(verdicts[: n + 1], "stop") for n in range(len(verdicts))]
+    decisions = [decide(verdicts[: n + 1], Thresholds(action="stop", stop_after=1)) for n in range(len(verdicts))]
     saves = [d.update for d in decisions if d.save]
     stops = [d.update for d in decisions if d.stop]
     assert saves == [saves[0], saves[0] + 1]
     assert saves[0] < stops[0]
 
 
+@pytest.mark.parametrize(("healed_at", "stops"), [(None, [18, 19, 20, 21, 22, 23]), (17, [])])
+def test_only_a_collapse_that_stands_stops_a_run(healed_at: int | None, stops: list[int]) -> None:
+    levels = [Level.COLLAPSE if n >= 14 and n != healed_at else Level.HEALTHY for n in range(24)]
+    verdicts = [Verdict(update=n, level=level) for n, level in enumerate(levels)]
+    thresholds = Thresholds(action="stop", stop_after=5)
+    decisions = [decide(verdicts[: n + 1], thresholds) for n in range(22 if healed_at else 24)]
+    assert [d.update for d in decisions if d.stop] == stops
+
+
 def test_a_decision_is_left_in_the_run_folder(tmp_path: Path) -> None:
     write_run(tmp_path / "run", updates=16, reward=collapse, kl_growth=growth)
-    decision = check(tmp_path / "run", Thresholds(action="stop"), drain=lambda pool: None)
+    decision = check(tmp_path / "run", Thresholds(action="stop", stop_after=2), drain=lambda pool: None)
     assert decision is not None and decision.stop and decision.mode == "three signs"
     written = json.loads((tmp_path / "run" / "guard.json").read_text())
     assert written["stop"] is True and written["update"] == 15 and written["level"] == "collapse"
@@ -104,7 +114,7 @@ def test_a_quarantined_pool_stays_so_when_it_is_silent() -> None:
     trace = run(30, pool_kl={"a": flat(1e-3), "b": ramp(1e-3, 1.0, 8, 9)})
     for signals in trace[15:]:
         del signals.pools["b"]
-    assert decide(judge(Thresholds(), trace), "quarantine").quarantined == ("b",)
+    assert decide(judge(Thresholds(), trace), Thresholds(action="quarantine")).quarantined == ("b",)
 
 
 async def _drain_a_pool(token: str | None) -> tuple[bool, bool]:
