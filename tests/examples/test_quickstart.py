@@ -19,6 +19,7 @@ pytestmark = pytest.mark.engines
 
 
 def start(run_dir, *overrides, **environment):
+    """The quickstart; Ctrl-C reaches it even where these tests run in the background of a shell, which ignores it."""
     return subprocess.Popen(
         ["bash", str(RUN), f"run_dir={run_dir}", *SMALL, *overrides],
         env={key: value for key, value in os.environ.items() if key != "MILES_SOURCE"} | environment,
@@ -26,6 +27,7 @@ def start(run_dir, *overrides, **environment):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
