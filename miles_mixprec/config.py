@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ EXECUTIONS = ("native", "dequantized")
 PROVIDERS = ("static", "local", "ray", "modal")
 GATE_POLICIES = ("newest", "min", "bounded", "any")
 GUARD_ACTIONS = ("warn", "quarantine", "save", "stop")
-_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+POOL_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 
 @dataclass
@@ -295,13 +296,13 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-_COUNTS = {
-    "": ("updates", "prompts_per_update", "samples_per_prompt"),
-    "guard": ("baseline_updates", "patience", "stop_after"),
-    "rollout": ("max_turns", "max_tokens_per_turn"),
-    "router": ("max_sessions", "max_attempts", "max_body_mb"),
-    "weights": ("keep_versions", "encoders", "anchor_every"),
-}
+_COUNTS = (
+    *("updates", "prompts_per_update", "samples_per_prompt"),
+    *("guard.baseline_updates", "guard.patience", "guard.stop_after"),
+    *("rollout.max_turns", "rollout.max_tokens_per_turn"),
+    *("router.max_sessions", "router.max_attempts", "router.max_body_mb"),
+    *("weights.keep_versions", "weights.encoders", "weights.anchor_every"),
+)
 
 
 def _validated(config: Config) -> Config:
@@ -310,9 +311,8 @@ def _validated(config: Config) -> Config:
     _check_algo(config.algo, config.fleet)
     _one_of("router.gate", config.router.gate, GATE_POLICIES)
     _one_of("guard.action", config.guard.action, GUARD_ACTIONS)
-    for part, keys in _COUNTS.items():
-        for key in keys:
-            _at_least_one(f"{part}.{key}".lstrip("."), getattr(getattr(config, part) if part else config, key))
+    for key in _COUNTS:
+        _at_least_one(key, attrgetter(key)(config))
     return config
 
 
@@ -334,7 +334,7 @@ def _check_fleet(fleet: Fleet) -> None:
         raise ConfigError(f"fleet {fleet.name} has no pools; add at least one under fleet.pools")
     for name, pool in fleet.pools.items():
         where = f"fleet.pools.{name}"
-        if not _NAME.fullmatch(name):
+        if not POOL_NAME.fullmatch(name):
             raise ConfigError(f"{where}: a pool's name is 1-40 of a-z 0-9 _ - and starts with a letter or digit")
         _one_of(f"{where}.view", pool.view, VIEWS)
         _one_of(f"{where}.execution", pool.execution, EXECUTIONS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from miles_mixprec.config import VIEWS
+from miles_mixprec.config import POOL_NAME, VIEWS
 from miles_mixprec.router import gate
 from miles_mixprec.router.failures import NotFound, Refused
 from miles_mixprec.router.metrics import RouterCollector, fleet_json
@@ -37,7 +36,7 @@ TELL_S = 10.0
 NO_ANSWER = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 _FIELDS: dict[str, tuple[type, Callable[[Any], object], str]] = {  # type, condition, what a caller is told of it
-    "pool": (str, re.compile(r"[a-z0-9][a-z0-9_-]{0,39}").fullmatch, "1-40 of a-z 0-9 _ -, a letter or digit first"),
+    "pool": (str, POOL_NAME.fullmatch, "1-40 of a-z 0-9 _ -, a letter or digit first"),
     "view": (str, VIEWS.__contains__, f"use one of {', '.join(VIEWS)}"),
     "engine": (str, bool, "a string like fp8/0"),
     "slots": (int, range(1, 65537).__contains__, "an integer in 1..65536"),

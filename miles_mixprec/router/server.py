@@ -143,9 +143,9 @@ async def serve(config: Config, *, ready_file: Path | None = None) -> None:
         url = str(URL.build(scheme="http", host=host, port=port))
         log.info("router of fleet %s at %s", config.fleet.name, url)
         if ready_file is not None:
-            partial = ready_file.with_name(ready_file.name + ".part")
-            partial.write_text(json.dumps({"host": host, "port": port, "url": url, "pid": os.getpid()}))
-            partial.replace(ready_file)
+            unfinished = ready_file.with_name(ready_file.name + ".part")
+            unfinished.write_text(json.dumps({"host": host, "port": port, "url": url, "pid": os.getpid()}))
+            unfinished.replace(ready_file)
         gc.freeze()  # what is loaded stays; requests leave few cycles behind, so look for them less often
         gc.set_threshold(20_000, 20, 50)
         await stop.wait()
